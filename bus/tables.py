@@ -1,0 +1,196 @@
+"""Key-value tables that every server shares: a row per key, each with the revision it was written at.
+
+A key is an id, or several (`("run-1", "4")`), escaped into subject tokens. A row is a msgspec struct in msgpack;
+fields it does not know are ignored, so that older and newer servers can share a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Generic, Literal, TypeAlias, TypeVar
+
+import msgspec
+import nats.errors
+import nats.js.errors
+from nats.js import api
+
+from bus import scan, subjects
+from bus.connection import BrokerError, Bus
+from bus.events import LoraConfig
+from bus.publish import SubjectTaken, store
+
+Key: TypeAlias = str | tuple[str, ...]
+
+_OPERATION = "KV-Operation"
+_TIMEOUT_S = 10.0
+
+
+class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
+    tenant: str
+    created_at: float
+    """Seconds since 1970."""
+    status: Literal["live", "finished"] = "live"
+    tags: tuple[str, ...] = ()
+    user_metadata: dict[str, str] = {}
+    display_name: str | None = None
+    sdk_version: str | None = None
+
+
+class ModelRow(msgspec.Struct, frozen=True, kw_only=True):
+    tenant: str
+    base_model: str
+    created_at: float
+    """Seconds since 1970."""
+    session_id: str | None = None
+    """None for a model of an event client."""
+    lora: LoraConfig | None = None
+    """None for full-parameter training."""
+    user_metadata: dict[str, str] = {}
+    status: Literal["creating", "live", "failed", "unloaded"] = "creating"
+
+
+class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
+    """What a group's dispatcher says of itself; by group name."""
+
+    status: Literal["starting", "ready", "rebuilding", "stopped"]
+    base_model: str
+    """The name it is served under."""
+    model_dir: str
+    """The base model's folder, with its tokenizer."""
+    context_length: int
+    """Tokens in one datum, at most."""
+    vocab_size: int
+    arch: str | None = None
+    """The model family, as its Hugging Face config names it."""
+    position: int = 0
+    """The log has been worked through up to here."""
+
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class Table(Generic[T]):
+    """One bucket. Made by `open_table`.
+
+    Every method raises BrokerUnreachable once ten seconds have gone by without an answer.
+    """
+
+    def __init__(self, bus: Bus, name: str, row_type: type[T]) -> None:
+        self._bus = bus
+        self.name = name
+        self._stream = f"KV_{name}"
+        self._prefix = f"$KV.{name}."
+        self._decoder = msgspec.msgpack.Decoder(row_type)
+        self._encoder = msgspec.msgpack.Encoder()
+
+    async def get(self, key: Key) -> tuple[T, int] | None:
+        """(row, revision), or None where the key is free."""
+        found = await scan.last_of(self._bus, self._stream, self._subject(key))
+        if found is None or _OPERATION in found.headers:
+            return None
+        return self._decoder.decode(found.data), found.position
+
+    async def create(self, key: Key, value: T) -> bool:
+        """False when the key is taken."""
+        if await self._write(key, value, 0) is not None:
+            return True
+        found = await scan.last_of(self._bus, self._stream, self._subject(key))
+        if found is None or _OPERATION not in found.headers:
+            return False
+        return await self._write(key, value, found.position) is not None
+
+    async def put(self, key: Key, value: T) -> int:
+        """Write whatever was there before; the new revision."""
+        revision = await self._write(key, value, None)
+        assert revision is not None
+        return revision
+
+    async def update(self, key: Key, value: T, revision: int) -> bool:
+        """False when the row is no longer at `revision`."""
+        return await self._write(key, value, revision) is not None
+
+    async def delete(self, key: Key) -> None:
+        await self._store(self._subject(key), b"", {_OPERATION: "DEL"}, None)
+
+    async def purge(self, prefix: Key) -> None:
+        """Drop every row whose key begins with the ids in `prefix`, without a trace."""
+        await scan.purge(self._bus, self._stream, f"{self._subject(prefix)}.>")
+
+    async def keys(self, prefix: Key | None = None) -> list[Key]:
+        """Every key, or those that begin with the ids in `prefix`, in the order in which they were last written."""
+        return [key async for key, _, _ in self._rows(prefix)]
+
+    async def all(self, prefix: Key | None = None) -> dict[Key, T]:
+        """Every row, or those whose keys begin with the ids in `prefix`."""
+        return {key: row async for key, row, _ in self._rows(prefix)}
+
+    async def _rows(self, prefix: Key | None) -> AsyncIterator[tuple[Key, T, int]]:
+        pattern = f"{self._prefix}>" if prefix is None else f"{self._subject(prefix)}.>"
+        position = 1
+        while found := await scan.batch(self._bus, self._stream, pattern, position):
+            for message in found:
+                position = message.position + 1
+                if _OPERATION not in message.headers:
+                    yield self._key(message.subject), self._decoder.decode(message.data), message.position
+
+    async def _write(self, key: Key, value: T, revision: int | None) -> int | None:
+        """The new revision, or None when the row was not at `revision`."""
+        subject, body = self._subject(key), self._encoder.encode(value)
+        try:
+            return await self._store(subject, body, {}, revision)
+        except SubjectTaken as taken:
+            if taken.asked_before:
+                found = await scan.last_of(self._bus, self._stream, subject)
+                if found is not None and found.data == body:
+                    return found.position
+            return None
+
+    async def _store(self, subject: str, body: bytes, headers: dict[str, str], revision: int | None) -> int:
+        return await store(
+            self._bus,
+            subject,
+            body,
+            headers,
+            doing=f"a row of table {self.name}",
+            expected_revision=revision,
+            timeout_s=_TIMEOUT_S,
+        )
+
+    def _subject(self, key: Key) -> str:
+        ids = (key,) if isinstance(key, str) else key
+        return self._prefix + ".".join(map(subjects.escape, ids))
+
+    def _key(self, subject: str) -> Key:
+        ids = tuple(map(subjects.unescape, subject.removeprefix(self._prefix).split(".")))
+        return ids[0] if len(ids) == 1 else ids
+
+
+async def open_table(bus: Bus, name: str, row_type: type[T], *, replicas: int = 1) -> Table[T]:
+    """The table over bucket `name`, which is created when it is missing."""
+    config = api.KeyValueConfig(
+        bucket=name, history=1, storage=api.StorageType.FILE, direct=True, replicas=replicas
+    )
+    try:
+        await bus.js.create_key_value(config)
+    except nats.js.errors.APIError as error:
+        raise BrokerError(f"the broker refuses table {name}: {error.description}") from None
+    except (nats.errors.Error, TimeoutError) as error:
+        raise bus.unreachable(f"opening table {name}", error) from None
+    return Table(bus, name, row_type)
+
+
+class Tables:
+    """The tables of the service. `await Tables.open(bus)`."""
+
+    def __init__(self, sessions: Table[SessionRow], models: Table[ModelRow], groups: Table[GroupRow]) -> None:
+        self.sessions = sessions
+        self.models = models
+        self.groups = groups
+
+    @classmethod
+    async def open(cls, bus: Bus, *, replicas: int = 1) -> Tables:
+        return cls(
+            sessions=await open_table(bus, "tinker_sessions", SessionRow, replicas=replicas),
+            models=await open_table(bus, "tinker_models", ModelRow, replicas=replicas),
+            groups=await open_table(bus, "tinker_groups", GroupRow, replicas=replicas),
+        )
