@@ -1,0 +1,89 @@
+"""Lets Megatron-core run where there is no GPU: the one place that knows CPU from CUDA.
+
+Megatron-core names the device "cuda" throughout. On a machine without one, `use()` makes that name mean the CPU
+for the calling thread: a `TorchFunctionMode` rewrites device arguments and a few `torch.cuda` functions become
+stand-ins. With a GPU it does nothing. The mode is per thread: enter it in the thread that runs the rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+CPU = torch.device("cpu")
+
+
+def has_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
+def device() -> torch.device:
+    """The device of this process's rank."""
+    return torch.device("cuda", torch.cuda.current_device()) if has_gpu() else CPU
+
+
+def backend() -> str:
+    """The torch.distributed backend that goes with the device."""
+    return "nccl" if has_gpu() else "gloo"
+
+
+def _names_cuda(value: object) -> bool:
+    if isinstance(value, str):
+        return value.startswith("cuda")
+    return isinstance(value, torch.device) and value.type == "cuda"
+
+
+class _CpuStandsInForCuda(TorchFunctionMode):
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        if kwargs and _names_cuda(kwargs.get("device")):
+            kwargs = {**kwargs, "device": CPU}
+        if func is torch.Tensor.to and len(args) > 1 and _names_cuda(args[1]):
+            args = (args[0], CPU, *args[2:])
+        return func(*args, **(kwargs or {}))
+
+
+@functools.cache
+def _install_stand_ins() -> None:
+    """`torch.cuda` functions that Megatron-core calls outside any torch function. Once per process."""
+
+    def current_device() -> torch.device:
+        return CPU
+
+    def nothing(*_: object, **__: object) -> None:
+        return None
+
+    torch.cuda.current_device = current_device  # type: ignore[assignment]
+    for name in ("synchronize", "empty_cache", "manual_seed"):
+        setattr(torch.cuda, name, nothing)
+
+    # Without Transformer Engine 0.16.1 leaves this name undefined where MoE layers look for it.
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
+@contextlib.contextmanager
+def use() -> Iterator[None]:
+    """Within it, "cuda" is the rank's device, whatever the machine has."""
+    if has_gpu():
+        yield
+        return
+    _install_stand_ins()
+    with _CpuStandsInForCuda():
+        yield

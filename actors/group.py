@@ -1,0 +1,188 @@
+"""All ranks of one base model, driven as one: an operation goes to every rank, and their parts come back merged.
+
+Calls are pipelined: each method hands its operation to the ranks at once and returns a future, so the next
+operation is already queued there while the current one runs. Ranks run operations in the order of the calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from actors.engine import EngineConfig, StepOutput
+from actors.lora import AdapterConfig
+from actors.loss_pass import MicrobatchOutput
+from actors.models.spec import ModelSpec
+from actors.packing import PackedRequest
+from actors.rank import Rank
+from actors.window import PassFailed, WindowIncomplete
+from bus.events import AdamParams
+from loss_hub import merge
+
+log = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+START_TIMEOUT_S = 600
+CPU_CLAIM = 0.1
+"""Ray's CPU claims are logical; ranks take threads, not whole cores, so that small machines fit them."""
+
+
+class GroupDied(RuntimeError):
+    """A rank is gone. Nothing more can run on this group; it must be built anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupConfig:
+    """One group: what its ranks load, and how many threads each takes."""
+
+    engine: EngineConfig
+    threads_per_rank: int = 1
+    gpus: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """The result of one `forward` or `forward_backward`."""
+
+    logprobs: list[np.ndarray]
+    """float32, one per datum in the request's order, shaped like its targets; nats."""
+    metrics: dict[str, float]
+
+
+def assemble(request: PackedRequest, outputs: Sequence[MicrobatchOutput]) -> RequestOutput:
+    """Put the microbatches' outputs back into the request's order, whichever rank ran them."""
+    by_index = sorted(outputs, key=lambda output: output.index)
+    if [output.index for output in by_index] != list(range(len(request.microbatches))):
+        raise RuntimeError(
+            f"ranks answered for microbatches {[o.index for o in by_index]} of {len(request.microbatches)}"
+        )
+    logprobs: list[np.ndarray] = [np.empty(0)] * len(request.lengths)
+    for output in by_index:
+        for datum, values in zip(request.microbatches[output.index], output.logprobs, strict=True):
+            logprobs[datum] = values
+    return RequestOutput(logprobs, merge(output.metrics for output in by_index))
+
+
+class MegatronGroup:
+    """See the module. Make one with `start`."""
+
+    rank_class: type[Rank] = Rank
+
+    def __init__(self, config: GroupConfig) -> None:
+        self._config = config
+        self._ranks: list[Any] = []
+        self._placement: Any = None
+        self.spec: ModelSpec
+
+    @classmethod
+    async def start(cls, config: GroupConfig) -> MegatronGroup:
+        """Start the ranks and load the base model. Ranks belong to the calling process and die with it."""
+        group = cls(config)
+        try:
+            await asyncio.wait_for(group._start(), START_TIMEOUT_S)
+        except BaseException:
+            group.close()
+            raise
+        return group
+
+    async def _start(self) -> None:
+        size = self._config.engine.layout.world_size
+        bundle: dict[str, float] = {"GPU": 1} if self._config.gpus else {"CPU": CPU_CLAIM}
+        self._placement = placement_group([bundle] * size, strategy="PACK")
+        await _awaited(self._placement.ready())
+        threads = self._config.threads_per_rank
+        remote = ray.remote(self.rank_class)
+        self._ranks = [
+            remote.options(
+                num_cpus=bundle.get("CPU", 0),
+                num_gpus=bundle.get("GPU", 0),
+                max_concurrency=1,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    placement_group=self._placement, placement_group_bundle_index=index
+                ),
+                runtime_env={"env_vars": {"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": "lo"}},
+            ).remote(self._config.engine, index, size, threads)
+            for index in range(size)
+        ]
+        port = await _awaited(self._ranks[0].host_store.remote(LOOPBACK))
+        specs = await self._gather([rank.join.remote(LOOPBACK, port) for rank in self._ranks])
+        self.spec = specs[0]
+
+    async def process_ids(self) -> list[int]:
+        """Of every rank, in rank order."""
+        pids: list[int] = await self._gather([rank.process_id.remote() for rank in self._ranks])
+        return pids
+
+    def create(self, model_id: str, adapter: AdapterConfig) -> asyncio.Task[None]:
+        return self._submit(_nothing, "create", model_id, adapter)
+
+    def unload(self, model_id: str) -> asyncio.Task[None]:
+        return self._submit(_nothing, "unload", model_id)
+
+    def forward_backward(
+        self, model_id: str, request: PackedRequest, label: int = 0
+    ) -> asyncio.Task[RequestOutput]:
+        """Raises PassFailed when it failed on a rank; the window is then as it was before."""
+        shared = ray.put(request) if len(self._ranks) > 1 else request
+
+        def merged(parts: list[list[MicrobatchOutput]]) -> RequestOutput:
+            return assemble(request, [output for part in parts for output in part])
+
+        return self._submit(merged, "forward_backward", model_id, shared, label)
+
+    def clear_window(self, model_id: str) -> asyncio.Task[None]:
+        return self._submit(_nothing, "clear_window", model_id)
+
+    def optim_step(
+        self, model_id: str, adam: AdamParams, accept_lost: frozenset[int] = frozenset()
+    ) -> asyncio.Task[StepOutput]:
+        """Raises WindowIncomplete when a call of the window failed on the ranks and is not in `accept_lost`."""
+        return self._submit(lambda parts: parts[0], "optim_step", model_id, adam, accept_lost)
+
+    def close(self) -> None:
+        """Kill the ranks and free their places. Safe to call twice."""
+        for rank in self._ranks:
+            ray.kill(rank)
+        self._ranks = []
+        if self._placement is not None:
+            remove_placement_group(self._placement)
+            self._placement = None
+
+    def _submit(self, merge_parts: Any, operation: str, *arguments: Any) -> asyncio.Task[Any]:
+        references = [rank.execute.remote(operation, *arguments) for rank in self._ranks]
+
+        async def finish() -> Any:
+            return merge_parts(await self._gather(references))
+
+        return asyncio.ensure_future(finish())
+
+    async def _gather(self, references: list[Any]) -> list[Any]:
+        results = await asyncio.gather(*map(_awaited, references), return_exceptions=True)
+        errors = [r for r in results if isinstance(r, BaseException)]
+        for error in errors:
+            if isinstance(error, ray.exceptions.RayActorError):
+                raise GroupDied(f"a rank died: {str(error).splitlines()[0]}") from error
+        for error in errors:
+            raise error
+        return list(results)
+
+
+async def _awaited(reference: Any) -> Any:
+    try:
+        return await asyncio.wrap_future(reference.future())
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, PassFailed | WindowIncomplete):
+            raise error.cause from error
+        raise
+
+
+def _nothing(_: list[Any]) -> None:
+    return None

@@ -1,0 +1,135 @@
+"""The whole service as a user starts it: the command `tinkerbus up` in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+START_TIMEOUT_S = 180
+STOP_TIMEOUT_S = 60
+
+
+@dataclass
+class Service:
+    """A running `tinkerbus up`. Started by `started`, or by hand with `start`."""
+
+    data: Path
+    options: tuple[str, ...] = ()
+    port: int = 0
+    process: subprocess.Popen[str] | None = None
+    http: str = ""
+    nats: str = ""
+    metrics: str = ""
+    stderr: list[str] = field(default_factory=list)
+
+    def start(self) -> Service:
+        command = [str(Path(sys.executable).with_name("tinkerbus")), "up", "--data", str(self.data)]
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(("TINKERBUS_", "RAY_"))}
+        self.process = subprocess.Popen(
+            [*command, "--port", str(self.port), *self.options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        threading.Thread(target=self._collect, args=(self.process,), daemon=True).start()
+        line = self._ready_line(self.process)
+        found = re.fullmatch(r"ready http=(\S+) nats=(\S+) metrics=(\S+)", line.strip())
+        assert found is not None, (line, "".join(self.stderr))
+        self.http, self.nats, self.metrics = found.groups()
+        self.port = int(self.http.rsplit(":", 1)[1])
+        return self
+
+    def _collect(self, process: subprocess.Popen[str]) -> None:
+        assert process.stderr is not None
+        self.stderr.extend(process.stderr)
+
+    def _ready_line(self, process: subprocess.Popen[str]) -> str:
+        lines: list[str] = []
+
+        def read() -> None:
+            assert process.stdout is not None
+            lines.append(process.stdout.readline())
+
+        reader = threading.Thread(target=read, daemon=True)
+        reader.start()
+        reader.join(START_TIMEOUT_S)
+        assert lines, f"no ready line after {START_TIMEOUT_S} s: {''.join(self.stderr)}"
+        return lines[0]
+
+    @property
+    def api_key(self) -> str:
+        key: str = json.loads((self.data / "keys.json").read_text())["default"]["api_key"]
+        return key
+
+    @property
+    def nats_password(self) -> str:
+        password: str = json.loads((self.data / "keys.json").read_text())["default"]["nats_password"]
+        return password
+
+    def tree(self) -> list[psutil.Process]:
+        """The process of `up` and all its descendants."""
+        assert self.process is not None
+        root = psutil.Process(self.process.pid)
+        return [root, *root.children(recursive=True)]
+
+    def kill_tree(self) -> list[psutil.Process]:
+        """`kill -9` on every process of the tree at once; returns what was killed."""
+        tree = self.tree()
+        for process in tree:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        assert self.process is not None
+        self.process.wait(STOP_TIMEOUT_S)
+        return tree
+
+    def stop(self) -> int:
+        """SIGTERM, as an init system sends it; the exit code."""
+        assert self.process is not None
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.kill_tree()
+            raise
+
+
+@contextlib.contextmanager
+def started(data: Path, *options: str, port: int = 0) -> Iterator[Service]:
+    service = Service(data, options, port)
+    try:
+        yield service.start()
+    finally:
+        if service.process is not None:
+            service.stop()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def left_over(processes: list[psutil.Process], within_s: float = 15) -> list[psutil.Process]:
+    """Those that are still there after `within_s` seconds, zombies left out."""
+    deadline = time.monotonic() + within_s
+    while True:
+        alive = [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        if not alive or time.monotonic() > deadline:
+            return alive
+        time.sleep(0.2)
