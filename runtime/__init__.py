@@ -1,0 +1,1 @@
+"""The service itself: configuration, Ray Serve deployments, sequencing and the command line."""

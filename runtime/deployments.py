@@ -1,0 +1,199 @@
+"""The Ray Serve deployments: thin shells that connect, start one of our parts, and report its health.
+
+A part that works the bus runs as a background task, started after `reconfigure`; when it ends by itself the replica
+reports as unhealthy and Serve replaces it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from bus.connection import Bus, Credentials, connect
+from bus.ledger import Ledger
+from bus.log import OpsLog
+from bus.results import Results
+from bus.streams import ensure_streams
+from bus.tables import Tables
+from observability.publisher import MetricsPublisher
+from observability.recorder import Recorder
+from runtime.config import Settings
+from runtime.keys import Keys
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Wiring:
+    """What every deployment gets: settings, keys, and where the broker is."""
+
+    settings: Settings
+    keys: Keys
+    nats_url: str
+    credentials: Credentials | None
+    group: str
+    gpus: bool = False
+
+    async def connect(self, name: str) -> Bus:
+        """A connection with the streams in place."""
+        bus = await connect(self.nats_url, self.credentials, name=name)
+        results = self.settings.results
+        await ensure_streams(bus, results_ttl_s=results.ttl_s, results_max_bytes=results.max_bytes)
+        return bus
+
+
+def process_name(role: str) -> str:
+    """Of this replica, for metrics and the broker's connection list."""
+    return f"{role}-{os.getpid()}"
+
+
+class BackgroundPart:
+    """Base of deployments whose work is a task that never ends by itself."""
+
+    role = "part"
+
+    def __init__(self, wiring: Wiring) -> None:
+        logging.getLogger().setLevel(logging.INFO)
+        self._wiring = wiring
+        self._task: asyncio.Task[None] | None = None
+
+    async def work(self, bus: Bus, recorder: Recorder) -> None:
+        raise NotImplementedError
+
+    async def reconfigure(self, _: Any) -> None:
+        if self._task is None:
+            self._task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        async with await self._wiring.connect(self.role) as bus:
+            recorder = Recorder(process_name(self.role), group=self._wiring.group)
+            async with MetricsPublisher(bus, recorder):
+                await self.work(bus, recorder)
+
+    async def check_health(self) -> None:
+        if self._task is not None and self._task.done():
+            await self._task  # raises what ended it
+            raise RuntimeError(f"{self.role} ended by itself")
+
+    async def __del__(self) -> None:
+        """Serve calls this at the end of a graceful shutdown."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await self._task
+
+
+class DispatcherPart(BackgroundPart):
+    """Log → sequencer → hub → ranks → results, for one group."""
+
+    role = "dispatcher"
+
+    async def work(self, bus: Bus, recorder: Recorder) -> None:
+        # Torch and Megatron-core take seconds to import; Serve waits for replicas, not for them.
+        from runtime.dispatcher import Dispatcher, group_config, model_folder
+        from runtime.services import Services
+
+        settings = self._wiring.settings
+        folder = await asyncio.to_thread(model_folder, settings)
+        services = Services(
+            settings=settings,
+            log=OpsLog(bus, self._wiring.group),
+            results=Results(bus),
+            tables=await Tables.open(bus),
+            ledger=await Ledger.open(bus, self._wiring.group),
+            recorder=recorder,
+        )
+        config = group_config(settings, folder, gpus=self._wiring.gpus)
+        await Dispatcher(services, self._wiring.group, folder, config).run()
+
+
+class IntakePart(BackgroundPart):
+    """SUBMIT → OPS, for event clients."""
+
+    role = "intake"
+
+    async def work(self, bus: Bus, recorder: Recorder) -> None:
+        from runtime.intake import Intake
+
+        log = OpsLog(bus, self._wiring.group)
+        await Intake(bus, log, await Tables.open(bus), Results(bus), recorder).run()
+
+
+class OpenedApp:
+    """An ASGI application that is built, asynchronously, when the server's lifespan starts."""
+
+    def __init__(self, opened: Callable[[], contextlib.AbstractAsyncContextManager[AsgiApp]]) -> None:
+        self._opened = opened
+        self._app: AsgiApp | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._lifespan(receive, send)
+        else:
+            assert self._app is not None, "requests come after the lifespan has started"
+            await self._app(scope, receive, send)
+
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        await receive()
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                self._app = await stack.enter_async_context(self._opened())
+            except Exception as error:
+                await send({"type": "lifespan.startup.failed", "message": str(error)})
+                raise
+            await send({"type": "lifespan.startup.complete"})
+            await receive()
+        await send({"type": "lifespan.shutdown.complete"})
+
+
+@contextlib.asynccontextmanager
+async def ingress_app(wiring: Wiring) -> AsyncIterator[AsgiApp]:
+    """The Tinker API over one connection of its own."""
+    from runtime.ingress.app import build
+    from runtime.ingress.deps import Deps
+    from runtime.ingress.readiness import readiness
+
+    async with await wiring.connect("ingress") as bus:
+        recorder = Recorder(process_name("ingress"), group=wiring.group)
+        async with MetricsPublisher(bus, recorder):
+            tables = await Tables.open(bus)
+            yield build(
+                Deps(
+                    settings=wiring.settings,
+                    bus=bus,
+                    log=OpsLog(bus, wiring.group),
+                    results=Results(bus),
+                    tables=tables,
+                    ledger=await Ledger.open(bus, wiring.group),
+                    keys=wiring.keys,
+                    ready=readiness(tables, wiring.group),
+                    recorder=recorder,
+                )
+            )
+
+
+@contextlib.asynccontextmanager
+async def metrics_app(wiring: Wiring) -> AsyncIterator[AsgiApp]:
+    """One `/metrics` for the whole service."""
+    from observability.exporter import CONTENT_TYPE, Exporter
+
+    async with await wiring.connect("exporter") as bus, Exporter(bus) as exporter:
+
+        async def metrics(scope: Scope, receive: Receive, send: Send) -> None:
+            del receive
+            right = scope["method"] == "GET"
+            body = exporter.render() if right else b"only GET is answered here\n"
+            kind = CONTENT_TYPE if right else "text/plain"
+            headers = [(b"content-type", kind.encode()), (b"content-length", str(len(body)).encode())]
+            await send({"type": "http.response.start", "status": 200 if right else 405, "headers": headers})
+            await send({"type": "http.response.body", "body": body})
+
+        yield metrics

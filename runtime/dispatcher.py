@@ -1,0 +1,113 @@
+"""The dispatcher of one group: starts the ranks, works the log, and starts anew when a rank is lost.
+
+State is the log: every life of the group begins with a replay from the log's start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+
+import msgspec
+
+from actors.engine import EngineConfig
+from actors.group import GroupConfig, GroupDied, MegatronGroup
+from actors.layout import Layout
+from actors.models import tiny
+from actors.models.families import spec_of
+from bus.tables import GroupRow
+from runtime.config import Settings
+from runtime.pipeline import Pipeline
+from runtime.services import Services, patiently
+
+log = logging.getLogger(__name__)
+
+REBUILD_PAUSE_S = 1.0
+
+
+def model_folder(settings: Settings) -> Path:
+    """The base model's folder; builds the `tiny` model on first use, which takes some seconds."""
+    if settings.model == "tiny":
+        return tiny.ensure(Path(settings.data).resolve() / "models" / "tiny")
+    return Path(settings.model).resolve()
+
+
+def group_config(settings: Settings, folder: Path, *, gpus: bool) -> GroupConfig:
+    layout = settings.layout
+    dump = settings.debug.dump_gradients
+    return GroupConfig(
+        engine=EngineConfig(
+            model_folder=folder,
+            layout=Layout(layout.dp, layout.tp, layout.pp, layout.distributed_optimizer),
+            dump_gradients=Path(dump).resolve() if dump else None,
+        ),
+        threads_per_rank=layout.threads(),
+        gpus=gpus,
+    )
+
+
+class Dispatcher:
+    """See the module. `run` goes on until it is cancelled."""
+
+    def __init__(self, services: Services, group_name: str, folder: Path, config: GroupConfig) -> None:
+        self._s = services
+        self._name = group_name
+        self._config = config
+        self._pipeline: Pipeline | None = None
+        spec = spec_of(folder)
+        self._row = GroupRow(
+            status="starting",
+            base_model=services.settings.served_name,
+            model_dir=str(folder),
+            context_length=spec.context_length,
+            vocab_size=spec.vocab_size,
+            arch=spec.family,
+        )
+        services.recorder.before_snapshot(self._gauges)
+
+    async def run(self) -> None:
+        """Live after live of the group."""
+        await self._say("starting")
+        while True:
+            group = await MegatronGroup.start(self._config)
+            try:
+                await self._live(group)
+            except GroupDied as died:
+                log.warning("%s; building the group anew and replaying the log", died)
+                self._s.recorder.inc("tinkerbus_recoveries_total")
+                self._s.recorder.set("tinkerbus_ranks_alive", 0)
+                await self._say("rebuilding")
+                await asyncio.sleep(REBUILD_PAUSE_S)
+            finally:
+                group.close()
+
+    async def _live(self, group: MegatronGroup) -> None:
+        self._s.recorder.set("tinkerbus_ranks_alive", self._config.engine.layout.world_size)
+        self._pipeline = pipeline = Pipeline(self._s, group)
+        ready = asyncio.create_task(self._say_when_ready(pipeline))
+        try:
+            await pipeline.run()
+        finally:
+            ready.cancel()
+            self._pipeline = None
+
+    async def _say_when_ready(self, pipeline: Pipeline) -> None:
+        await pipeline.caught_up.wait()
+        await self._say("ready", pipeline.position)
+
+    async def _say(self, status: str, position: int = 0) -> None:
+        row = msgspec.structs.replace(self._row, status=status, position=position)
+        await patiently(lambda: self._s.tables.groups.put(self._name, row))
+
+    def _gauges(self) -> None:
+        """What is read off rather than counted."""
+        if self._pipeline is None:
+            return
+        recorder, now = self._s.recorder, time.monotonic()
+        recorder.set("tinkerbus_log_position", self._pipeline.position)
+        for model_id, accepted in self._pipeline.waiting().items():
+            recorder.set("tinkerbus_queue_depth", len(accepted), model=model_id)
+            oldest = now - min(accepted) if accepted else 0.0
+            recorder.set("tinkerbus_queue_oldest_age_seconds", oldest, model=model_id)

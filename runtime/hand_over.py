@@ -1,0 +1,133 @@
+"""From an operation whose turn it is to work on the ranks, or to an outcome without them.
+
+Everything that can be refused is refused here, for that operation alone, before a rank hears of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
+
+from actors.engine import StepOutput
+from actors.group import MegatronGroup, RequestOutput
+from actors.packing import PackedRequest, PackingConfig, pack
+from bus.errors import CodecError
+from bus.events import (
+    CreateModel,
+    Failed,
+    ForwardBackward,
+    ModelUnloaded,
+    Op,
+    OptimStep,
+    Outcome,
+    Refused,
+    UnloadModel,
+)
+from bus.log import LogEntry
+from runtime import checks, outcomes
+from runtime.checks import Refusal
+from runtime.config import Settings
+from runtime.job import Job
+from runtime.lost_calls import LostCalls
+from runtime.sequencer import GAP, Turn
+
+T = TypeVar("T")
+
+LARGE_BODY = 64 * 1024
+"""Bodies above this are decoded and checked in a thread, so that the event loop stays free."""
+
+
+class HandOver:
+    """Decides each turn of one group's life."""
+
+    def __init__(self, settings: Settings, group: MegatronGroup) -> None:
+        self._settings = settings
+        self._group = group
+        self._packing = PackingConfig(
+            settings.packing.max_tokens_per_microbatch, settings.packing.max_datums_per_microbatch
+        )
+        self.lost = LostCalls()
+        self._not_created: dict[str, str] = {}
+        self._ended: set[str] = set()
+
+    async def begin(self, job: Job, turn: Turn) -> None:
+        """Set the job's outcome, or hand it to the ranks. Never raises for what a user sent."""
+        entry = turn.entry
+        job.loses_gradient = entry.verb == "forward_backward"
+        try:
+            if turn.lost is not None:
+                job.outcome = outcomes.behind_gap(turn.lost)
+            elif entry.model_id in self._ended:
+                job.outcome = outcomes.unloaded(entry.model_id)
+            elif entry.model_id in self._not_created and entry.seq_id is not None:
+                job.outcome = outcomes.not_created(entry.model_id, self._not_created[entry.model_id])
+            else:
+                await self._hand_over(job, await _beside(entry, entry.op))
+        except CodecError as error:
+            job.outcome = Failed(error=str(error), category="user", field=error.field)
+        except Refusal as refusal:
+            job.outcome = outcomes.refused(refusal)
+        if entry.seq_id == 0 and isinstance(job.outcome, Failed):
+            self._not_created[entry.model_id] = job.outcome.error
+
+    async def _hand_over(self, job: Job, op: Op) -> None:
+        model_id = job.entry.model_id
+        match op:
+            case CreateModel():
+                job.ranks = self._group.create(model_id, checks.adapter(op, self._settings))
+                job.finish = lambda _: outcomes.created(model_id, op)
+            case ForwardBackward():
+                job.loses_gradient = not op.forward_only
+                job.verb = "forward" if op.forward_only else "forward_backward"
+                request = await _beside(job.entry, lambda: self._packed(op))
+                job.ranks = self._group.forward_backward(model_id, request, _number(job.entry))
+                job.finish = _scored
+            case OptimStep():
+                self._step(job, op)
+            case UnloadModel():
+                if model_id not in self._not_created:
+                    job.ranks = self._group.unload(model_id)
+                self._ended.add(model_id)
+                self.lost.forget(model_id)
+                job.outcome = ModelUnloaded(model_id=model_id)
+            case Refused():
+                job.verb = "refused"
+                job.loses_gradient = op.verb in (None, GAP, "forward_backward")
+                job.outcome = Failed(error=op.error, category="user", field=op.field)
+
+    def _packed(self, op: ForwardBackward) -> PackedRequest:
+        batch = checks.batch(op, self._group.spec, self._settings)
+        return pack(batch.tokens, batch.request, self._packing, forward_only=op.forward_only)
+
+    def _step(self, job: Job, op: OptimStep) -> None:
+        adam = checks.adam_params(op.adam_params)
+        entry = job.entry
+        assert entry.position is not None
+        verdict = self.lost.settle(entry.model_id, _number(entry), entry.position)
+        if verdict.lost is None:
+            job.ranks = self._group.optim_step(entry.model_id, adam, verdict.known)
+            job.finish = _stepped
+        else:
+            job.ranks = self._group.clear_window(entry.model_id)
+            job.outcome = outcomes.step_lost(verdict.lost)
+
+
+def _scored(output: RequestOutput) -> Outcome:
+    return outcomes.forward_backward_done(output)
+
+
+def _stepped(output: StepOutput) -> Outcome:
+    return outcomes.optim_step_done(output)
+
+
+def _number(entry: LogEntry) -> int:
+    assert entry.seq_id is not None, "only unload_model has no number"
+    return entry.seq_id
+
+
+async def _beside(entry: LogEntry, work: Callable[[], T]) -> T:
+    """`work` for this entry: at once when it is small, in a thread when it would hold up the event loop."""
+    if len(entry.body) <= LARGE_BODY:
+        return work()
+    return await asyncio.to_thread(work)

@@ -1,0 +1,106 @@
+"""The SDK's JSON requests, as far as this server honours them. A field that is not here is refused by name.
+
+The SDK leaves out what is None and sends what is default, so everything optional may be missing.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+import msgspec
+
+from bus.errors import CodecError
+from bus.events import AdamParams, CreateModel, LoraConfig, OptimStep
+from runtime.ingress.body import convert
+
+
+class SdkRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of the SDK's request bodies."""
+
+
+class CreateSessionRequest(SdkRequest, frozen=True):
+    tags: list[str] = []
+    user_metadata: dict[str, Any] | None = None
+    sdk_version: str = ""
+    display_name: str | None = None
+    """For people to read."""
+    type: Literal["create_session"] = "create_session"
+
+
+class CreateModelRequest(SdkRequest, frozen=True):
+    session_id: str
+    model_seq_id: int
+    base_model: str
+    user_metadata: dict[str, Any] | None = None
+    lora_config: LoraConfig | None = None
+    """None asks for full-parameter training."""
+    optimizer_config: dict[str, Any] | None = None
+    type: Literal["create_model"] = "create_model"
+
+
+class OptimStepRequest(SdkRequest, frozen=True):
+    model_id: str
+    seq_id: int
+    adam_params: AdamParams | None = None
+    optimizer_params: dict[str, Any] | None = None
+    type: Literal["optim_step"] = "optim_step"
+
+
+class ModelRequest(SdkRequest, frozen=True):
+    """`get_info` and `unload_model`."""
+
+    model_id: str
+    type: Literal["get_info", "unload_model"] | None = None
+
+
+class RetrieveFutureRequest(SdkRequest, frozen=True):
+    request_id: str
+    allow_metadata_only: bool = False
+    """Results are sent whole in any case."""
+
+
+def create_model(fields: dict[str, Any]) -> CreateModel:
+    """Raises CodecError for what cannot be honoured."""
+    request = convert(fields, CreateModelRequest)
+    optimizer = request.optimizer_config or {"type": "adamw"}
+    _check_optimizer(optimizer, "optimizer_config")
+    for name in sorted(set(optimizer) - {"type"}):
+        raise CodecError(
+            f"optimizer_config.{name} is not a field that this server knows", f"optimizer_config.{name}"
+        )
+    return CreateModel(
+        base_model=request.base_model, lora=request.lora_config, user_metadata=as_text(request.user_metadata)
+    )
+
+
+def optim_step(fields: dict[str, Any]) -> OptimStep:
+    """Raises CodecError for what cannot be honoured."""
+    request = convert(fields, OptimStepRequest)
+    if request.optimizer_params is not None:
+        _check_optimizer(request.optimizer_params, "optimizer_params")
+        if request.adam_params is not None:
+            raise CodecError("adam_params and optimizer_params are both given: send one", "optimizer_params")
+        given = {name: value for name, value in request.optimizer_params.items() if name != "type"}
+        return OptimStep(adam_params=convert({"optimizer_params": given}, _AdamwParams).optimizer_params)
+    if request.adam_params is None:
+        raise CodecError("adam_params is missing", "adam_params")
+    return OptimStep(adam_params=request.adam_params)
+
+
+def as_text(metadata: dict[str, Any] | None) -> dict[str, str]:
+    """Metadata with every value as text: JSON for what is none, keys in order so that bodies compare."""
+    return {
+        key: value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+        for key, value in sorted((metadata or {}).items())
+    }
+
+
+class _AdamwParams(msgspec.Struct, frozen=True):
+    optimizer_params: AdamParams
+
+
+def _check_optimizer(config: dict[str, Any], field: str) -> None:
+    kind = config.get("type")
+    if kind != "adamw":
+        raise CodecError(f"{field}.type is {kind!r}, but this server has 'adamw' alone", f"{field}.type")

@@ -1,0 +1,75 @@
+"""Sessions: what a `ServiceClient` opens, keeps alive by heartbeats, and finishes with its models."""
+
+from __future__ import annotations
+
+import secrets
+import time
+
+import msgspec
+from fastapi import APIRouter, HTTPException, Request, Response
+
+from bus.errors import CodecError
+from bus.events import UnloadModel
+from bus.tables import SessionRow
+from runtime import entries
+from runtime.ingress.accept import accept
+from runtime.ingress.answers import answer
+from runtime.ingress.body import convert, read_json, text_field
+from runtime.ingress.deps import Caller, Deps, Injected, owned_session
+from runtime.ingress.requests import CreateSessionRequest, as_text
+
+router = APIRouter(prefix="/api/v1")
+
+
+@router.post("/create_session")
+async def create_session(request: Request, tenant: Caller, deps: Injected) -> Response:
+    """A new session; its id is random, so that no two clients ever share one."""
+    _, fields = await read_json(request)
+    try:
+        wanted = convert(fields, CreateSessionRequest)
+    except CodecError as error:
+        raise HTTPException(400, str(error)) from error
+    session_id = f"s-{secrets.token_hex(12)}"
+    row = SessionRow(
+        tenant=tenant,
+        created_at=time.time(),
+        status="live",
+        tags=tuple(wanted.tags),
+        user_metadata=as_text(wanted.user_metadata),
+        display_name=wanted.display_name,
+        sdk_version=wanted.sdk_version,
+    )
+    await deps.tables.sessions.create(session_id, row)
+    return answer({"session_id": session_id, "type": "create_session"})
+
+
+@router.post("/session_heartbeat")
+async def session_heartbeat(request: Request, tenant: Caller, deps: Injected) -> Response:
+    """410 ends the client's heartbeats: the session is over."""
+    _, fields = await read_json(request)
+    session_id = text_field(fields, "session_id")
+    row = await owned_session(deps, tenant, session_id)
+    if row.status == "finished":
+        raise HTTPException(410, f"session {session_id!r} is finished")
+    return answer({"type": "session_heartbeat"})
+
+
+@router.post("/sessions/{session_id}/finish")
+async def finish(session_id: str, tenant: Caller, deps: Injected) -> Response:
+    """End a session, and each of its models once what was sent for it has run. Again is the same."""
+    await owned_session(deps, tenant, session_id)
+    while (found := await deps.tables.sessions.get(session_id)) is not None:
+        row, revision = found
+        if row.status == "finished":
+            break
+        ended = msgspec.structs.replace(row, status="finished")
+        if await deps.tables.sessions.update(session_id, ended, revision):
+            break
+    await _unload_models(deps, tenant, session_id)
+    return answer({"status": "finished"})
+
+
+async def _unload_models(deps: Deps, tenant: str, session_id: str) -> None:
+    for model_id, row in (await deps.tables.models.all()).items():
+        if row.session_id == session_id and row.status in ("creating", "live"):
+            await accept(deps, entries.of_op(tenant, str(model_id), None, UnloadModel()))

@@ -1,0 +1,167 @@
+"""From the submit queue onto the log: what event clients publish, checked and appended.
+
+A submission leaves the queue once it stands on the log, or once it is certain that it never can. Everything here
+may happen twice, on one intake or on several, and changes nothing the second time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from msgspec.structs import replace
+
+from bus.codec import PROTOBUF
+from bus.connection import BrokerUnreachable, Bus
+from bus.errors import CodecError
+from bus.events import CreateModel, Failed, Result
+from bus.log import BodyConflict, LogEntry, LogFull, OpsLog
+from bus.results import Results
+from bus.submit import SubmitReader, Submitted
+from bus.tables import ModelRow, Tables
+from observability.recorder import Recorder
+from runtime import entries
+
+logger = logging.getLogger("tinkerbus.intake")
+
+PAUSE_S = 0.5
+"""Between tries while the broker is away or the log is full."""
+
+
+class Intake:
+    """One reader of the submit queue. Any number may run, in any number of processes."""
+
+    def __init__(
+        self, bus: Bus, log: OpsLog, tables: Tables, results: Results, recorder: Recorder | None = None
+    ) -> None:
+        self._bus = bus
+        self._log = log
+        self._tables = tables
+        self._results = results
+        self._recorder = recorder
+        self._reader = SubmitReader(bus)
+        self.dropped = 0
+        """Submissions that named no number, so that nobody could be told."""
+
+    async def run(self) -> None:
+        """Take submissions, for ever, in the queue's order. Cancel it to stop: what was not finished comes again.
+
+        Raises BrokerError when the broker refuses the queue.
+        """
+        async for submitted in self._reader.read():
+            await self._take(submitted)
+
+    async def _take(self, submitted: Submitted) -> None:
+        """Keep at it until it is settled: the next one may depend on this one."""
+        while True:
+            try:
+                await self._settle(submitted)
+            except (LogFull, BrokerUnreachable) as error:
+                logger.warning("submission of model %r has to wait: %s", submitted.model_id, error)
+                await asyncio.sleep(PAUSE_S)
+            else:
+                self._count("tinkerbus_bus_consumed_messages_total", "submit")
+                return
+
+    async def _settle(self, submitted: Submitted) -> None:
+        entry = entry_of(submitted)
+        if entry is None:
+            self.dropped += 1
+            logger.warning(
+                "dropped a submission of tenant %r for model %r: %s",
+                submitted.tenant,
+                submitted.model_id,
+                submitted.submission,
+            )
+            await submitted.term()
+            return
+        row = await self._row(submitted, entry)
+        if row is None:
+            await submitted.nak()
+            return
+        if row.tenant != entry.tenant:
+            await self._fail(entry, f"model_id {entry.model_id!r} is taken: choose another")
+        elif row == _uncreated(row) and entry.seq_id != 0:
+            await self._fail_uncreated(entry)
+        else:
+            await self._append(entry)
+        await submitted.ack()
+
+    async def _append(self, entry: LogEntry) -> None:
+        try:
+            appended = await self._log.append(entries.fitted(self._bus, entry))
+        except BodyConflict as error:
+            logger.warning("refused a submission of tenant %r: %s", entry.tenant, error)
+        else:
+            if not appended.duplicate:
+                self._count("tinkerbus_bus_published_messages_total", "ops")
+
+    async def _row(self, submitted: Submitted, entry: LogEntry) -> ModelRow | None:
+        """The model's row; number 0 makes it. None while its creation is still in the queue."""
+        found = await self._tables.models.get(entry.model_id)
+        if found is not None:
+            return found[0]
+        if entry.seq_id != 0:
+            # Another intake may have died with the creation in hand: then it comes again.
+            oldest = await self._reader.oldest(submitted.tenant, submitted.model_id)
+            if oldest is not None and oldest != submitted.body:
+                return None
+            new = _uncreated(ModelRow(tenant=entry.tenant, base_model="", created_at=time.time()))
+        else:
+            new = _row_of(submitted)
+        while not await self._tables.models.create(entry.model_id, new):
+            found = await self._tables.models.get(entry.model_id)
+            if found is not None:
+                return found[0]
+        return new
+
+    async def _fail_uncreated(self, entry: LogEntry) -> None:
+        """Fail an operation of a model that nobody created. Its id is used up, so that this answer stays true."""
+        error = f"model_id {entry.model_id!r} is not known: seq_id 0 has to create it before any other"
+        await self._append(entries.of_refusal(entry.tenant, entry.model_id, 0, error, "model_id", b""))
+        await self._fail(entry, error)
+
+    async def _fail(self, entry: LogEntry, error: str) -> None:
+        """Answer in the sender's own results; the log and another owner of the model see nothing of it."""
+        await self._results.publish(
+            entry.tenant,
+            Result(
+                request_id=entry.request_id,
+                model_id=entry.model_id,
+                seq_id=entry.seq_id,
+                outcome=Failed(error=error, category="user", field="model_id"),
+            ),
+        )
+
+    def _count(self, name: str, stream: str) -> None:
+        if self._recorder is not None:
+            self._recorder.inc(name, stream=stream)
+
+
+def _row_of(submitted: Submitted) -> ModelRow:
+    """What the creation asks for; of one that cannot be understood, only whose it is."""
+    row = ModelRow(tenant=submitted.tenant, base_model="", created_at=time.time())
+    if isinstance(submitted.submission, CodecError) or not isinstance(submitted.submission.op, CreateModel):
+        return row
+    op = submitted.submission.op
+    return replace(row, base_model=op.base_model, lora=op.lora, user_metadata=op.user_metadata)
+
+
+def _uncreated(row: ModelRow) -> ModelRow:
+    """The row of a model whose first operation was not its creation."""
+    return replace(row, base_model="", lora=None, status="failed")
+
+
+def entry_of(submitted: Submitted) -> LogEntry | None:
+    """What goes onto the log for a submission; None where its number cannot be read."""
+    tenant, model_id, submission = submitted.tenant, submitted.model_id, submitted.submission
+    if isinstance(submission, CodecError):
+        if submission.seq_id is None:
+            return None
+        return entries.of_refusal(
+            tenant, model_id, submission.seq_id, str(submission), submission.field, submitted.body
+        )
+    if submitted.content_type == PROTOBUF and submission.seq_id is not None:
+        return entries.of_sdk_body(tenant, model_id, submission.seq_id, submitted.body)
+    return entries.of_op(tenant, model_id, submission.seq_id, submission.op)

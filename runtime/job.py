@@ -1,0 +1,32 @@
+"""One operation between its turn and its result."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from bus.events import Outcome
+from bus.log import LogEntry
+
+
+@dataclass(slots=True)
+class Job:
+    """The entry, what was handed to the ranks for it, and what comes of it."""
+
+    entry: LogEntry
+    verb: str
+    """As metrics name it: "forward" apart from "forward_backward"."""
+    accepted: float
+    """`time.monotonic()` when it was read off the log."""
+    started: float
+    """When its turn came."""
+    ranks: asyncio.Task[Any] | None = None
+    """The ranks' answer to come; None where the outcome is known without them."""
+    outcome: Outcome | None = None
+    """Set at once, or by `finish`."""
+    finish: Callable[[Any], Outcome] | None = None
+    """From the ranks' answer to the outcome; None when `outcome` stands whatever they answer."""
+    loses_gradient: bool = False
+    """A failure of this operation takes a gradient out of the model's window."""

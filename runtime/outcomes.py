@@ -1,0 +1,80 @@
+"""From what the ranks return to what the bus carries: result structs, and errors in words. Pure.
+
+Nothing that differs between a run and its replay goes into a result: no clock, no process.
+"""
+
+from __future__ import annotations
+
+from actors.engine import StepOutput
+from actors.group import RequestOutput
+from bus.events import CreateModel, Failed, ForwardBackwardDone, ModelCreated, OptimStepDone, Tensor
+from runtime.checks import Refusal
+
+
+def created(model_id: str, op: CreateModel) -> ModelCreated:
+    return ModelCreated(model_id=model_id, base_model=op.base_model, lora=op.lora)
+
+
+def forward_backward_done(output: RequestOutput) -> ForwardBackwardDone:
+    return ForwardBackwardDone(
+        loss_fn_outputs=tuple(
+            {"logprobs": Tensor(dtype="float32", shape=values.shape, data=values.astype("<f4").tobytes())}
+            for values in output.logprobs
+        ),
+        metrics=output.metrics,
+    )
+
+
+def optim_step_done(step: StepOutput) -> OptimStepDone:
+    return OptimStepDone(
+        metrics={
+            "grad_norm": step.grad_norm,
+            "step": float(step.step),
+            "skipped": float(step.skipped),
+            "window_calls": float(step.window_calls),
+            "window_tokens": float(step.window_tokens),
+            "finalizations": float(step.finalizations),
+        }
+    )
+
+
+def refused(refusal: Refusal) -> Failed:
+    return Failed(error=refusal.error, category="user", field=refusal.field)
+
+
+def not_created(model_id: str, because: str) -> Failed:
+    return Failed(
+        error=f"model_id {model_id!r} was not created: {because}", category="user", field="model_id"
+    )
+
+
+def unloaded(model_id: str) -> Failed:
+    return Failed(error=f"model_id {model_id!r} was unloaded", category="user", field="model_id")
+
+
+def gap(seq_id: int, timeout_s: float) -> Failed:
+    return Failed(
+        error=f"seq_id {seq_id} did not come within {timeout_s:g} s of the model's last operation",
+        category="user",
+    )
+
+
+def behind_gap(missing: int) -> Failed:
+    return Failed(
+        error=f"seq_id {missing} never came, and this operation was waiting for it",
+        category="user",
+        field="seq_id",
+    )
+
+
+def step_lost(seq_id: int) -> Failed:
+    return Failed(
+        error=f"the window lost forward_backward seq_id {seq_id}, which failed after this step was sent; "
+        "the window was cleared and no step was taken",
+        category="user",
+        field="seq_id",
+    )
+
+
+def failed_on_ranks(error: BaseException) -> Failed:
+    return Failed(error=f"the operation failed on the ranks and changed nothing: {error}", category="server")

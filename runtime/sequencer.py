@@ -1,0 +1,115 @@
+"""Whose turn it is: every model's operations in `seq_id` order, whatever order the log holds them in.
+
+Pure: entries go in as they are read, turns come out. What comes out is a function of the log's contents alone, so a
+replay decides as the first run did. A gap holds its own model and no other; models with something to do take turns.
+
+A missing number can be given up: the log then holds a `gap` entry in its place, and what waited behind it when that
+was written fails and names it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from bus.log import LogEntry
+
+GAP = "gap"
+"""Verb of the entry that stands for a number that never came."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One entry whose turn it is."""
+
+    entry: LogEntry
+    lost: int | None = None
+    """The missing number that this entry waited for in vain: it must fail, and name it."""
+
+
+@dataclass(slots=True)
+class _Lane:
+    """One model's entries."""
+
+    next_seq: int = 0
+    waiting: dict[int, LogEntry] = field(default_factory=dict)
+    end: LogEntry | None = None
+    """Its `unload_model`, once read."""
+    ended: bool = False
+    lost: int | None = None
+    lost_before: int = 0
+    """Entries at log positions below this one fail for `lost`."""
+
+    def runnable(self) -> bool:
+        return self.next_seq in self.waiting or self.end is not None
+
+
+class Sequencer:
+    """Entries of one group's log, put into order per model."""
+
+    def __init__(self) -> None:
+        self._lanes: dict[str, _Lane] = {}
+        self._ready: OrderedDict[str, None] = OrderedDict()
+
+    def offer(self, entry: LogEntry) -> None:
+        """Take in the next entry of the log. O(1)."""
+        lane = self._lanes.setdefault(entry.model_id, _Lane())
+        if entry.seq_id is None:
+            lane.end = entry
+        elif entry.seq_id >= lane.next_seq:
+            lane.waiting[entry.seq_id] = entry
+        if lane.runnable():
+            self._ready.setdefault(entry.model_id)
+
+    def next_turn(self) -> Turn | None:
+        """The entry whose turn it is, or None while every model is idle or held by a gap. O(1)."""
+        if not self._ready:
+            return None
+        model_id, _ = self._ready.popitem(last=False)
+        lane = self._lanes[model_id]
+        turn = self._take(lane)
+        if lane.runnable():
+            self._ready[model_id] = None  # behind the other models
+        return turn
+
+    def _take(self, lane: _Lane) -> Turn:
+        entry = lane.waiting.pop(lane.next_seq, None)
+        if entry is None:
+            return self._end(lane)
+        lane.next_seq += 1
+        if entry.verb == GAP:
+            lane.lost, lane.lost_before = entry.seq_id, _position(entry)
+            return Turn(entry)
+        held = lane.lost is not None and _position(entry) < lane.lost_before
+        return Turn(entry, lane.lost if held else None)
+
+    def _end(self, lane: _Lane) -> Turn:
+        """What still waits behind a gap when the model ends comes first; it can never run."""
+        if lane.waiting:
+            seq_id = min(lane.waiting)
+            return Turn(lane.waiting.pop(seq_id), lane.next_seq)
+        entry, lane.end, lane.ended = lane.end, None, True
+        assert entry is not None
+        return Turn(entry)
+
+    def ended(self, model_id: str) -> bool:
+        """Whether the model's `unload_model` has had its turn."""
+        lane = self._lanes.get(model_id)
+        return lane is not None and lane.ended
+
+    def missing(self) -> dict[str, int]:
+        """Per model that waits for a number: that number."""
+        return {
+            model_id: lane.next_seq
+            for model_id, lane in self._lanes.items()
+            if lane.waiting and lane.next_seq not in lane.waiting
+        }
+
+    def depth(self) -> dict[str, int]:
+        """Entries that wait, per model that has any."""
+        return {model_id: len(lane.waiting) for model_id, lane in self._lanes.items() if lane.waiting}
+
+
+def _position(entry: LogEntry) -> int:
+    assert entry.position is not None, "entries come from the log"
+    return entry.position

@@ -1,0 +1,222 @@
+"""The whole service on this machine: broker, Ray, Serve; started, watched and stopped as one.
+
+Whatever is started here is stopped here, also when the start fails half-way or a signal comes at any moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from bus.connection import BrokerError, Credentials, connect
+from bus.embedded import EmbeddedBroker
+from bus.streams import ensure_streams
+from bus.tables import Tables
+from runtime import keys as key_file
+from runtime.config import Settings
+from runtime.keys import Keys
+
+GROUP = "main"
+"""This release runs one group."""
+
+READY_TIMEOUT_S = 900.0
+LOGICAL_CPUS = 16
+"""Ray's CPU claims are logical here: small machines have to fit every replica and rank."""
+
+OBJECT_STORE_BYTES = 512 * 1024 * 1024
+
+
+class StartFailed(RuntimeError):
+    """The service did not come up; the message says what would help."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoints:
+    http: str
+    nats: str
+    metrics: str
+    keys: Keys
+
+    def ready_line(self) -> str:
+        return f"ready http={self.http} nats={self.nats} metrics={self.metrics}"
+
+
+@contextlib.contextmanager
+def running(settings: Settings, say: Callable[[str], None]) -> Iterator[Endpoints]:
+    """Start everything, and stop it at the end of the context. `say` gets a word of progress now and then."""
+    data = Path(settings.data).resolve()
+    data.mkdir(parents=True, exist_ok=True)
+    keys = key_file.load(settings)
+    with contextlib.ExitStack() as stack:
+        say("starting the broker")
+        nats_url, credentials = stack.enter_context(_broker(settings, data, keys))
+        asyncio.run(_announce_start(nats_url, credentials, settings))
+        say("starting Ray")
+        gpus = stack.enter_context(_ray(data))
+        port = settings.http.port or _free_port(settings.http.host)
+        say("starting the deployments")
+        stack.enter_context(_serve(settings, keys, nats_url, credentials, port=port, gpus=gpus))
+        asyncio.run(_until_ready(nats_url, credentials, say))
+        host = "127.0.0.1" if settings.http.host in ("0.0.0.0", "::") else settings.http.host
+        http = f"http://{host}:{port}"
+        yield Endpoints(http=http, nats=nats_url, metrics=f"{http}/metrics", keys=keys)
+
+
+@contextlib.contextmanager
+def _broker(settings: Settings, data: Path, keys: Keys) -> Iterator[tuple[str, Credentials | None]]:
+    """The operator's broker, or an embedded one on the data folder."""
+    nats = settings.nats
+    if nats.url is not None:
+        yield nats.url, Credentials(nats.user, nats.password or "") if nats.user else None
+        return
+    broker = EmbeddedBroker(data / "nats", keys.nats_passwords())
+    endpoint = broker.start()
+    try:
+        yield endpoint.url, endpoint.credentials
+    finally:
+        broker.stop()
+
+
+@contextlib.contextmanager
+def _ray(data: Path) -> Iterator[bool]:
+    """The cluster in RAY_ADDRESS, or a Ray of our own; whether it has GPUs. `data` gets its logs when we fail."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    import ray
+
+    quiet = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
+    address = os.environ.get("RAY_ADDRESS")
+    # Sockets live below Ray's folder, and their paths must stay short: not in the data folder.
+    folder = None if address else _fresh_folder(data / "ray-folder")
+    try:
+        if address:
+            ray.init(address=address, **quiet)
+        else:
+            ray.init(
+                num_cpus=LOGICAL_CPUS,
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                _temp_dir=folder,
+                **quiet,
+            )
+        _stop_on_signals()  # ray.init puts handlers of its own, which print a stack and exit
+        yield ray.cluster_resources().get("GPU", 0) > 0
+    except Exception:
+        if folder is not None:
+            shutil.copytree(Path(folder, "session_latest", "logs"), data / "logs", dirs_exist_ok=True)
+        raise
+    finally:
+        ray.shutdown()
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _fresh_folder(note: Path) -> str:
+    """A temporary folder, written down in `note` so that the next start removes it should we be killed."""
+    if note.is_file():
+        shutil.rmtree(note.read_text(), ignore_errors=True)
+    folder = tempfile.mkdtemp(prefix="tinkerbus-ray-")
+    note.write_text(folder)
+    return folder
+
+
+@contextlib.contextmanager
+def _serve(
+    settings: Settings,
+    keys: Keys,
+    nats_url: str,
+    credentials: Credentials | None,
+    *,
+    port: int,
+    gpus: bool,
+) -> Iterator[None]:
+    from ray import serve
+
+    from runtime.app import targets
+    from runtime.deployments import Wiring
+
+    wiring = Wiring(settings, keys, nats_url, credentials, GROUP, gpus)
+    serve.start(
+        proxy_location="HeadOnly",
+        http_options={"host": settings.http.host, "port": port},
+        logging_config={"log_level": "ERROR", "enable_access_log": False},
+    )
+    try:
+        try:
+            serve.run_many(targets(wiring))
+        except RuntimeError as error:
+            raise StartFailed(f"{error} The logs are in {Path(settings.data).resolve() / 'logs'}") from error
+        yield
+    finally:
+        serve.shutdown()
+
+
+async def _announce_start(nats_url: str, credentials: Credentials | None, settings: Settings) -> None:
+    """Put the streams in place, and take back what an earlier life said of being ready."""
+    async with await connect(nats_url, credentials, name="up") as bus:
+        results = settings.results
+        await ensure_streams(bus, results_ttl_s=results.ttl_s, results_max_bytes=results.max_bytes)
+        tables = await Tables.open(bus)
+        await tables.groups.delete(GROUP)
+
+
+async def _until_ready(nats_url: str, credentials: Credentials | None, say: Callable[[str], None]) -> None:
+    said = ""
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    async with await connect(nats_url, credentials, name="up") as bus:
+        tables = await Tables.open(bus)
+        while time.monotonic() < deadline:
+            found = await tables.groups.get(GROUP)
+            status = found[0].status if found else "starting"
+            if status == "ready":
+                return
+            word = {"starting": "loading the base model and replaying the log"}.get(status, status)
+            if word != said:
+                say(word)
+                said = word
+            await asyncio.sleep(0.2)
+    raise StartFailed(f"the group was not ready after {READY_TIMEOUT_S:g} s")
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Stopped(BaseException):
+    """SIGTERM or Ctrl-C came."""
+
+
+def _stop_on_signals() -> None:
+    """The first signal unwinds what is running; later ones do not disturb that."""
+
+    def stop(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise Stopped
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+
+
+def run(settings: Settings, say: Callable[[str], None], ready: Callable[[Endpoints], None]) -> None:
+    """Serve until SIGTERM or Ctrl-C. Raises StartFailed, BrokerError."""
+    _stop_on_signals()
+    with contextlib.suppress(Stopped), running(settings, say) as endpoints:
+        ready(endpoints)
+        while True:
+            signal.pause()
+
+
+__all__ = ["BrokerError", "Endpoints", "StartFailed", "run", "running"]

@@ -1,0 +1,43 @@
+"""What the dispatcher's parts work with, opened once over one connection."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from bus.connection import BrokerUnreachable
+from bus.ledger import Ledger
+from bus.log import OpsLog
+from bus.results import Results
+from bus.tables import Tables
+from observability.recorder import Recorder
+from runtime.config import Settings
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+RETRY_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    settings: Settings
+    log: OpsLog
+    results: Results
+    tables: Tables
+    ledger: Ledger
+    recorder: Recorder
+
+
+async def patiently(attempt: Callable[[], Awaitable[T]]) -> T:
+    """Repeat an idempotent attempt for as long as the broker is away: what the ranks did must get its result."""
+    while True:
+        try:
+            return await attempt()
+        except BrokerUnreachable as error:
+            log.warning("waiting for the broker: %s", error)
+            await asyncio.sleep(RETRY_S)

@@ -1,0 +1,134 @@
+"""Writing down what became of an operation: its result, its ledger row, its model's row, its metrics.
+
+An operation has exactly one result. When a replay comes to another one than was published, the first one stands,
+and the difference is counted and logged.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Literal
+
+import msgspec
+
+from bus import codec
+from bus.events import Failed, ForwardBackwardDone, ModelUnloaded, OptimStepDone, Outcome, Result
+from bus.ledger import LedgerRow
+from bus.log import LogEntry
+from bus.results import Published
+from observability.training import record_forward_backward, record_optim_step
+from runtime.job import Job
+from runtime.services import Services, patiently
+
+log = logging.getLogger(__name__)
+
+
+class Settling:
+    """The writing half of one group's life."""
+
+    def __init__(self, services: Services, known: dict[tuple[str, int | None], LedgerRow]) -> None:
+        """`known`: the ledger as it was when this life began; what stands in it is being replayed."""
+        self._s = services
+        self._known = known
+
+    async def horizon(self, job: Job) -> int:
+        """The log's last position when this job's failure became known; the same in every replay."""
+        entry = job.entry
+        row = self._known.get((entry.model_id, entry.seq_id))
+        if row is not None and row.horizon is not None:
+            return row.horizon
+        horizon = await patiently(self._s.log.last_position)
+        await self._record(entry, "failed", horizon)
+        return horizon
+
+    async def settle(self, job: Job, outcome: Outcome) -> None:
+        """Publish the outcome, and everything that has to be true before or after somebody reads it."""
+        entry = job.entry
+        ranks_done = time.monotonic()
+        if entry.seq_id == 0:
+            await self._begin_model(entry.model_id, live=not isinstance(outcome, Failed))
+        published = await patiently(lambda: self._publish(entry, outcome))
+        if (entry.model_id, entry.seq_id) in self._known:
+            self._count_replay(entry, published)
+        else:
+            if not isinstance(outcome, Failed) or not job.loses_gradient:  # else `horizon` has recorded it
+                await self._record(entry, "failed" if isinstance(outcome, Failed) else "done")
+            self._measure(job, outcome, ranks_done)
+        if isinstance(outcome, ModelUnloaded):
+            self._s.recorder.remove(model=entry.model_id)
+            await self._set_status(entry.model_id, "unloaded")
+
+    async def _publish(self, entry: LogEntry, outcome: Outcome) -> Published:
+        replayed = (entry.model_id, entry.seq_id) in self._known
+        if replayed and await self._s.results.get(entry.tenant, entry.model_id, entry.seq_id) is None:
+            return Published.SAME  # it was published once, and has expired since
+        result = Result(
+            request_id=entry.request_id, model_id=entry.model_id, seq_id=entry.seq_id, outcome=outcome
+        )
+        content_type = codec.JSON if entry.content_type == codec.JSON else codec.MSGPACK
+        published = await self._s.results.publish(entry.tenant, result, content_type)
+        if published is Published.NEW:
+            self._s.recorder.inc("tinkerbus_bus_published_messages_total", stream="results")
+        return published
+
+    def _count_replay(self, entry: LogEntry, published: Published) -> None:
+        self._s.recorder.inc("tinkerbus_replayed_operations_total")
+        if published is Published.DIFFERENT:
+            self._s.recorder.inc("tinkerbus_replay_mismatches_total")
+            log.error("the replay of %s differs from the result that was published", entry.request_id)
+
+    def _measure(self, job: Job, outcome: Outcome, ranks_done: float) -> None:
+        recorder, model_id = self._s.recorder, job.entry.model_id
+        label = "done"
+        if isinstance(outcome, Failed):
+            label = "failed_user" if outcome.category == "user" else "failed_server"
+        recorder.inc("tinkerbus_operations_total", verb=job.verb, outcome=label)
+        stages = {
+            "queue": job.started - job.accepted,
+            "ranks": ranks_done - job.started,
+            "total": time.monotonic() - job.accepted,
+        }
+        for stage, seconds in stages.items():
+            recorder.observe("tinkerbus_operation_duration_seconds", seconds, verb=job.verb, stage=stage)
+        if isinstance(outcome, ForwardBackwardDone):
+            forward_only = job.verb == "forward"
+            record_forward_backward(recorder, outcome.metrics, model=model_id, forward_only=forward_only)
+        elif isinstance(outcome, OptimStepDone):
+            record_optim_step(
+                recorder,
+                model=model_id,
+                gradient_norm=outcome.metrics["grad_norm"],
+                window_calls=int(outcome.metrics["window_calls"]),
+                window_tokens=int(outcome.metrics["window_tokens"]),
+                finalizations=int(outcome.metrics["finalizations"]),
+                skipped=bool(outcome.metrics["skipped"]),
+            )
+
+    async def _record(
+        self, entry: LogEntry, kind: Literal["done", "failed"], horizon: int | None = None
+    ) -> None:
+        position = entry.position
+        assert position is not None
+        await patiently(
+            lambda: self._s.ledger.record(
+                entry.model_id, entry.seq_id, entry.body_hash, kind, position, horizon
+            )
+        )
+
+    async def _begin_model(self, model_id: str, *, live: bool) -> None:
+        if live:
+            self._s.recorder.begin(model=model_id)
+        await self._set_status(model_id, "live" if live else "failed")
+
+    async def _set_status(self, model_id: str, status: Literal["live", "failed", "unloaded"]) -> None:
+        async def attempt() -> None:
+            while (found := await self._s.tables.models.get(model_id)) is not None:
+                row, revision = found
+                if row.status in (status, "unloaded"):
+                    return
+                changed = msgspec.structs.replace(row, status=status)
+                if await self._s.tables.models.update(model_id, changed, revision):
+                    return
+
+        await patiently(attempt)

@@ -1,0 +1,240 @@
+from __future__ import annotations
+
+import asyncio
+import hashlib
+
+import pytest
+
+from bus import log
+from bus.codec import JSON, MSGPACK, encode
+from bus.connection import BrokerUnreachable, Bus, MessageTooLarge
+from bus.embedded import EmbeddedBroker
+from bus.errors import NewerFormat
+from bus.events import AdamParams, OptimStep, UnloadModel
+from bus.log import Appended, BodyConflict, LogEntry, LogFull, OpsLog
+from bus.streams import ensure_streams
+from tests.bus.proxy import Proxy
+from tests.bus.waiting import until
+
+
+def step(seq_id: int | None, *, model_id: str = "run:train:0", learning_rate: float = 1e-4) -> LogEntry:
+    op = OptimStep(adam_params=AdamParams(learning_rate=learning_rate))
+    return log.entry("demo", model_id, seq_id, "optim_step", encode(op))
+
+
+async def take(ops: OpsLog, count: int, from_position: int = 1) -> list[LogEntry]:
+    found = []
+    async with asyncio.timeout(20):
+        async for entry in ops.read(from_position):
+            found.append(entry)
+            if len(found) == count:
+                return found
+    raise AssertionError("the log ended")
+
+
+@pytest.fixture
+def ops(bus: Bus) -> OpsLog:
+    return OpsLog(bus, "default")
+
+
+async def test_an_entry_comes_back_as_it_was_appended(ops: OpsLog) -> None:
+    entry = step(4)
+    assert await ops.append(entry) == Appended(1, duplicate=False)
+    found = await ops.get("run:train:0", 4)
+    assert found is not None
+    assert (found.tenant, found.model_id, found.seq_id, found.verb) == (
+        "demo",
+        "run:train:0",
+        4,
+        "optim_step",
+    )
+    assert (found.body, found.content_type, found.position) == (entry.body, MSGPACK, 1)
+    assert found.body_hash == hashlib.blake2b(entry.body, digest_size=16).hexdigest()
+    assert found.request_id == "run:train:0#4"
+    assert found.op() == OptimStep()
+    assert await ops.get("run:train:0", 5) is None
+    assert await ops.last_position() == 1
+
+
+async def test_unload_has_no_number_and_an_identity_all_the_same(ops: OpsLog) -> None:
+    entry = log.entry("demo", "m", None, "unload_model", encode(UnloadModel()))
+    await ops.append(entry)
+    assert (await ops.append(entry)).duplicate
+    (found,) = await take(ops, 1)
+    assert found.seq_id is None
+    assert found.request_id == "m#end"
+
+
+async def test_the_same_body_again_is_a_duplicate_at_the_first_place(ops: OpsLog) -> None:
+    await ops.append(step(1))
+    await ops.append(step(2))
+    assert await ops.append(step(1)) == Appended(1, duplicate=True)
+    assert await ops.last_position() == 2
+
+
+async def test_another_body_is_refused_and_names_the_operation(ops: OpsLog) -> None:
+    await ops.append(step(1))
+    with pytest.raises(BodyConflict, match="run:train:0#1 is already on the log with another body") as caught:
+        await ops.append(step(1, learning_rate=1.0))
+    assert caught.value.existing.body == step(1).body
+
+
+async def test_of_two_writers_exactly_one_wins(ops: OpsLog, second_bus: Bus) -> None:
+    other = OpsLog(second_bus, "default")
+    for seq_id in range(1, 31):
+        answers = await asyncio.gather(
+            ops.append(step(seq_id)),
+            other.append(step(seq_id, learning_rate=seq_id)),
+            return_exceptions=True,
+        )
+        assert sorted(type(a).__name__ for a in answers) == ["Appended", "BodyConflict"]
+    assert await ops.last_position() == 30
+
+
+async def test_of_two_writers_of_one_body_both_learn_the_same_place(ops: OpsLog, second_bus: Bus) -> None:
+    one, two = await asyncio.gather(ops.append(step(1)), OpsLog(second_bus, "default").append(step(1)))
+    assert one.position == two.position == 1
+    assert sorted([one.duplicate, two.duplicate]) == [False, True]
+
+
+async def test_a_retry_after_a_lost_answer_is_a_duplicate(ops: OpsLog, frail_bus: Bus, proxy: Proxy) -> None:
+    proxy.muted = True
+    append = asyncio.create_task(OpsLog(frail_bus, "default").append(step(1)))
+    await until(ops.last_position)
+    proxy.muted = False
+    proxy.cut()
+    assert await append == Appended(1, duplicate=True)
+    assert await ops.last_position() == 1
+
+
+async def test_an_append_while_the_broker_is_away_is_answered_once_it_is_back(
+    broker: EmbeddedBroker, ops: OpsLog
+) -> None:
+    restart = asyncio.create_task(asyncio.to_thread(broker.restart, kill=True, down_s=0.5))
+    await asyncio.sleep(0.1)
+    assert await ops.append(step(1)) in (Appended(1, duplicate=False), Appended(1, duplicate=True))
+    await restart
+
+
+async def test_an_append_without_any_answer_says_so_in_time(frail_bus: Bus, proxy: Proxy) -> None:
+    proxy.muted = True
+    with pytest.raises(BrokerUnreachable, match="operation run:train:0#1"):
+        await OpsLog(frail_bus, "default").append(step(1), timeout_s=0.3)
+
+
+async def test_a_full_log_refuses_and_keeps_what_it_has(bus: Bus, ops: OpsLog) -> None:
+    await ensure_streams(bus, ops_max_bytes=4096)
+    with pytest.raises(LogFull, match="maximum bytes exceeded"):
+        await asyncio.gather(*(ops.append(step(seq_id)) for seq_id in range(1, 100)))
+    stored = await ops.last_position()
+    assert stored > 3
+    assert [entry.seq_id for entry in await take(ops, stored)] == list(range(1, stored + 1))
+    await ensure_streams(bus)
+    assert not (await ops.append(step(stored + 1))).duplicate
+
+
+async def test_a_5_mb_body_passes_and_a_larger_one_than_the_broker_takes_is_refused(ops: OpsLog) -> None:
+    body = bytes(range(250)) * 20_000
+    await ops.append(log.entry("demo", "m", 1, "forward_backward", body))
+    (found,) = await take(ops, 1)
+    assert found.body == body
+    with pytest.raises(MessageTooLarge, match="operation m#2 has 8388608 bytes"):
+        await ops.append(log.entry("demo", "m", 2, "forward_backward", bytes(8 * 2**20)))
+    assert (await ops.append(step(3))).position == 2
+
+
+async def test_a_tenant_whose_name_is_not_ascii_comes_back(ops: OpsLog) -> None:
+    await ops.append(log.entry("Größe, 大", "模型", 1, "optim_step", encode(OptimStep(), JSON), JSON))
+    (found,) = await take(ops, 1)
+    assert (found.tenant, found.model_id, found.op()) == ("Größe, 大", "模型", OptimStep())
+
+
+# ----------------------------------------------------------------------------------------------------- reading
+
+
+async def test_the_log_is_read_from_any_position_in_order_and_goes_on_with_what_comes(ops: OpsLog) -> None:
+    for seq_id in range(1, 6):
+        await ops.append(step(seq_id))
+    reading = asyncio.create_task(take(ops, 150, from_position=3))
+    for seq_id in range(6, 153):
+        await ops.append(step(seq_id))
+    entries = await reading
+    assert [entry.position for entry in entries] == list(range(3, 153))
+    assert [entry.seq_id for entry in entries] == list(range(3, 153))
+
+
+async def test_a_new_entry_is_seen_at_once(ops: OpsLog, second_bus: Bus) -> None:
+    reading = asyncio.create_task(take(ops, 1))
+    await asyncio.sleep(0.1)
+    await OpsLog(second_bus, "default").append(step(1))
+    async with asyncio.timeout(0.5):  # half of what polling alone would take
+        await reading
+
+
+async def test_a_group_sees_its_own_entries_alone(bus: Bus, ops: OpsLog) -> None:
+    await OpsLog(bus, "another").append(step(1))
+    await ops.append(step(2))
+    assert [entry.seq_id for entry in await take(ops, 1)] == [2]
+
+
+async def test_reading_goes_on_over_restarts_of_the_broker(broker: EmbeddedBroker, ops: OpsLog) -> None:
+    reading = asyncio.create_task(take(ops, 6))
+    for round_, kill in enumerate((False, True)):
+        await ops.append(step(3 * round_ + 1))
+        await ops.append(step(3 * round_ + 2))
+        await asyncio.to_thread(broker.restart, kill=kill)
+        await ops.append(step(3 * round_ + 3))
+    assert [entry.seq_id for entry in await reading] == [1, 2, 3, 4, 5, 6]
+
+
+async def test_reading_goes_on_when_the_broker_fell_silent(ops: OpsLog, frail_bus: Bus, proxy: Proxy) -> None:
+    frail = OpsLog(frail_bus, "default")
+    reading = asyncio.create_task(take(frail, 2))
+    await ops.append(step(1))
+    await asyncio.sleep(0.2)
+    proxy.muted = True  # the announcement of the next entry is lost, and so are answers
+    await ops.append(step(2))
+    await asyncio.sleep(0.2)
+    proxy.muted = False
+    assert [entry.seq_id for entry in await reading] == [1, 2]
+
+
+async def test_foreign_messages_are_skipped_and_counted(bus: Bus, ops: OpsLog) -> None:
+    await bus.js.publish("tinker.v1.ops.default.m.1", b"hello")
+    await bus.js.publish("tinker.v1.ops.default.m.x", b"hello", headers={"Tb-Tenant": "demo"})
+    await ops.append(step(2))
+    assert [entry.seq_id for entry in await take(ops, 1)] == [2]
+    assert ops.skipped == 2
+
+
+async def test_an_entry_of_a_newer_format_stops_the_reader_by_name(bus: Bus, ops: OpsLog) -> None:
+    headers = {"Content-Type": MSGPACK, "Tb-Format": "2", "Tb-Tenant": "t", "Tb-Verb": "v", "Tb-Hash": "h"}
+    await bus.js.publish("tinker.v1.ops.default.m.1", b"?", headers=headers)
+    with pytest.raises(NewerFormat, match="format 2"):
+        await take(ops, 1)
+
+
+async def test_a_trimmed_log_is_read_from_what_is_left(bus: Bus, ops: OpsLog) -> None:
+    for seq_id in range(1, 6):
+        await ops.append(step(seq_id))
+    await bus.js.purge_stream("TINKER_OPS", seq=4)
+    assert [entry.position for entry in await take(ops, 2)] == [4, 5]
+
+
+async def test_a_reader_that_stops_leaves_nothing_behind(bus: Bus, ops: OpsLog) -> None:
+    await ops.append(step(1))
+    before = len(bus.nc._subs)
+    reader = ops.read()
+    await anext(reader)
+    await reader.aclose()
+    assert len(bus.nc._subs) == before
+    assert bus.on_reconnect == []
+    assert (await bus.js.stream_info("TINKER_OPS")).state.consumer_count == 0
+
+
+async def test_a_reader_on_a_closed_connection_says_so(ops: OpsLog, bus: Bus) -> None:
+    reading = asyncio.create_task(take(ops, 1))
+    await asyncio.sleep(0.05)
+    await bus.close()
+    with pytest.raises(BrokerUnreachable):
+        await reading

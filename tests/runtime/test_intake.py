@@ -1,0 +1,245 @@
+"""From event clients to the log: the tenant's own connection, a real broker, the intake between them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from bus import subjects
+from bus.client import Client, LoraConfig, Model, OperationFailed, connect, datum
+from bus.codec import JSON, MSGPACK, PROTOBUF
+from bus.embedded import EmbeddedBroker
+from bus.events import OptimStep, Submission, UnloadModel
+from bus.submit import SubmitReader
+from runtime.intake import Intake
+from tests.runtime.conftest import ALICE, BOB, PASSWORDS, service_on
+from tests.runtime.ingress.conftest import Wire, client, sdk_body
+from tests.runtime.stand_in import Service, running
+
+WAIT_S = 10
+LORA = LoraConfig(rank=4)
+
+
+@pytest.fixture
+async def intake(service: Service) -> AsyncIterator[Intake]:
+    started = Intake(service.bus, service.log, service.tables, service.results)
+    async with running(started.run()):
+        yield started
+
+
+@contextlib.asynccontextmanager
+async def tenant(service: Service, name: str) -> AsyncIterator[Client]:
+    async with await connect(service.broker_url, tenant=name, password=PASSWORDS[name]) as connected:
+        yield connected
+
+
+@pytest.fixture
+async def alice(service: Service, intake: Intake) -> AsyncIterator[Client]:
+    async with tenant(service, ALICE) as connected:
+        yield connected
+
+
+@pytest.fixture
+async def bob(service: Service, intake: Intake) -> AsyncIterator[Client]:
+    async with tenant(service, BOB) as connected:
+        yield connected
+
+
+@pytest.fixture
+def model_id() -> str:
+    return f"model-{secrets.token_hex(4)}"
+
+
+async def publish(
+    service: Service, model_id: str, body: bytes, content_type: str = MSGPACK, who: str = ALICE
+) -> None:
+    """What a client without our library does: one publish, and the broker's acknowledgement."""
+    await service.bus.js.publish(subjects.submit(who, model_id), body, headers={"Content-Type": content_type})
+
+
+async def error_of(model: Model, seq_id: int | None) -> str:
+    """The user error under a number."""
+    stored = await model._client._results.wait(model._client.tenant, model.model_id, seq_id, WAIT_S)
+    assert stored is not None
+    outcome: Any = stored.result().outcome
+    assert outcome.category == "user"
+    return f"{outcome.field}|{outcome.error}"
+
+
+async def test_a_model_is_trained_from_creation_to_end(
+    alice: Client, service: Service, model_id: str
+) -> None:
+    model = await alice.create_model(model_id, base_model="tiny", lora=LORA, user_metadata={"a": "b"})
+    call = await model.forward_backward([datum([1, 2], target_tokens=[8, 16])])
+    step = await model.optim_step(learning_rate=0.5)
+    assert (await call.result(WAIT_S)).metrics["loss:sum"] == 3.0
+    assert (await step.result(WAIT_S)).metrics["learning_rate"] == 0.5
+    assert (await model.unload()).model_id == model_id
+    verbs = [verb for _, _, verb in service.dispatcher.ran]
+    assert verbs == ["create_model", "forward_backward", "optim_step", "unload_model"]
+    found = await service.tables.models.get(model_id)
+    assert found is not None
+    row = found[0]
+    assert (row.tenant, row.session_id, row.lora, row.user_metadata) == (ALICE, None, LORA, {"a": "b"})
+
+
+async def test_what_is_submitted_twice_runs_once(alice: Client, service: Service, model_id: str) -> None:
+    model = await alice.create_model(model_id, base_model="tiny", lora=LORA)
+    submission = Submission(seq_id=1, op=OptimStep())
+    for _ in range(3):
+        await publish(service, model_id, msgspec.msgpack.encode(submission))
+    await publish(service, model_id, msgspec.json.encode(submission), JSON)
+    await (await alice.attach(model_id, 2).optim_step()).result(WAIT_S)
+    assert [seq for _, seq, _ in service.dispatcher.ran] == [0, 1, 2]
+    del model
+
+
+async def test_another_body_under_a_taken_number_changes_nothing(alice: Client, model_id: str) -> None:
+    model = await alice.create_model(model_id, base_model="tiny", lora=LORA)
+    first = await model.optim_step(learning_rate=0.25)
+    await first.result(WAIT_S)
+    other = await alice.attach(model_id, 1).optim_step(learning_rate=0.5)
+    after = await alice.attach(model_id, 2).optim_step()
+    await after.result(WAIT_S)
+    assert (await other.result(WAIT_S)).metrics["learning_rate"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("body", "content_type", "field"),
+    [
+        (b'{"seq_id": 1, "op": {"type": "optim_step", "foo": 1}}', JSON, "foo"),
+        (
+            b'{"seq_id": 1, "op": {"type": "optim_step", "adam_params": {"beta1": "x"}}}',
+            JSON,
+            "adam_params.beta1",
+        ),
+        (b'{"seq_id": 1, "op": {"type": "refused", "error": "x"}}', JSON, "type"),
+        (b'{"seq_id": 1, "op": {"type": "create_model", "base_model": "tiny"}}', JSON, "seq_id"),
+        (b'{"seq_id": 1, "op": {"type": "optim_step"}, "format": 99}', JSON, "format"),
+    ],
+)
+async def test_a_submission_that_cannot_be_understood_uses_up_its_number_and_names_the_field(
+    alice: Client, service: Service, model_id: str, body: bytes, content_type: str, field: str
+) -> None:
+    model = await alice.create_model(model_id, base_model="tiny", lora=LORA)
+    await publish(service, model_id, body, content_type)
+    assert (await error_of(model, 1)).startswith(field)
+    await (await alice.attach(model_id, 2).optim_step()).result(WAIT_S)
+
+
+async def test_a_submission_without_a_number_is_dropped_and_counted(
+    alice: Client, intake: Intake, service: Service, model_id: str
+) -> None:
+    for body in (b"", b"\xc1", b'{"op": {"type": "optim_step"}}'):
+        await publish(service, model_id, body, JSON)
+    model = await alice.create_model(model_id, base_model="tiny", lora=LORA)
+    await (await model.optim_step()).result(WAIT_S)
+    assert intake.dropped == 3
+
+
+async def test_the_sdks_protobuf_is_a_submission_too(alice: Client, service: Service, model_id: str) -> None:
+    model = await alice.create_model(model_id, base_model="tiny", lora=LORA)
+    await publish(service, model_id, sdk_body(model_id, 1, [8, 8]), PROTOBUF)
+    await publish(service, model_id, sdk_body("another", 2), PROTOBUF)
+    stored = await model._client._results.wait(ALICE, model_id, 1, WAIT_S)
+    assert stored is not None
+    outcome: Any = stored.result().outcome
+    assert outcome.metrics["loss:sum"] == 2.0
+    assert "another" in await error_of(model, 2)
+
+
+async def test_a_model_made_over_http_is_continued_over_the_bus(alice: Client, service: Service) -> None:
+    replica = await service.replica()
+    async with client(replica.url, "tml-alice") as http:
+        wire = Wire(http)
+        model_id = await wire.model()
+        await wire.result(await wire.optim_step(model_id, 1))
+        step = await alice.attach(model_id, 2).optim_step(learning_rate=0.125)
+        assert (await step.result(WAIT_S)).metrics["learning_rate"] == 0.125
+        assert (await wire.settled(f"{model_id}#2")).json()["metrics"]["learning_rate"] == 0.125
+
+
+async def test_a_foreign_model_fails_for_the_sender_and_never_reaches_its_log(
+    alice: Client, bob: Client, service: Service, model_id: str
+) -> None:
+    mine = await alice.create_model(model_id, base_model="tiny", lora=LORA)
+    theirs = bob.attach(model_id, 1)
+    await theirs.optim_step()
+    assert "is taken" in await error_of(theirs, 1)
+    with pytest.raises(OperationFailed, match="is taken"):
+        await bob.create_model(model_id, base_model="tiny", lora=LORA)
+    await theirs._client._submitter.submit(model_id, Submission(seq_id=None, op=UnloadModel()))
+    assert "is taken" in await error_of(theirs, None)
+    assert await service.log.get(model_id, 1) is None
+    await (await mine.optim_step()).result(WAIT_S)
+    assert [seq for _, seq, _ in service.dispatcher.ran] == [0, 1]
+
+
+async def test_an_operation_of_a_model_that_nobody_made_fails_at_once_and_for_good(
+    alice: Client, model_id: str
+) -> None:
+    lost = alice.attach(model_id, 5)
+    await lost.optim_step()
+    await lost.optim_step()
+    assert "seq_id 0 has to create it" in await error_of(lost, 5)
+    assert "seq_id 0 has to create it" in await error_of(lost, 6)
+    with pytest.raises(OperationFailed, match="seq_id 0 has to create it"):
+        await alice.create_model(model_id, base_model="tiny", lora=LORA)
+
+
+async def test_an_operation_that_overtook_its_creation_waits_for_it(
+    service: Service, alice_alone: Client, model_id: str
+) -> None:
+    """As after the death of an intake that held the creation: it comes again, later than what followed it."""
+    alice = alice_alone
+    creating = asyncio.create_task(alice.create_model(model_id, base_model="tiny", lora=LORA))
+    held = await anext(SubmitReader(service.bus).read())
+    step = await alice.attach(model_id, 1).optim_step()
+    intake = Intake(service.bus, service.log, service.tables, service.results)
+    async with running(intake.run()):
+        await asyncio.sleep(0.2)
+        await held.nak(0)
+        await asyncio.wait_for(creating, WAIT_S)
+        await step.result(WAIT_S)
+
+
+@pytest.fixture
+async def alice_alone(service: Service) -> AsyncIterator[Client]:
+    async with tenant(service, ALICE) as connected:
+        yield connected
+
+
+async def test_two_intakes_append_once(
+    service: Service, intake: Intake, alice: Client, model_id: str
+) -> None:
+    other = Intake(service.bus, service.log, service.tables, service.results)
+    async with running(other.run()):
+        model = await alice.create_model(model_id, base_model="tiny", lora=LORA)
+        pending = [await model.optim_step(learning_rate=i) for i in range(20)]
+        rates = [(await step.result(WAIT_S)).metrics["learning_rate"] for step in pending]
+    assert rates == [float(i) for i in range(20)]
+    assert [seq for _, seq, _ in service.dispatcher.ran] == list(range(21))
+
+
+async def test_a_broker_killed_while_submissions_come_in_loses_and_doubles_none(
+    tmp_path: Path, model_id: str
+) -> None:
+    with EmbeddedBroker(tmp_path / "broker", PASSWORDS) as broker:
+        async with service_on(broker, tmp_path) as service:
+            intake = Intake(service.bus, service.log, service.tables, service.results)
+            async with running(intake.run()), tenant(service, ALICE) as alice:
+                model = await alice.create_model(model_id, base_model="tiny", lora=LORA)
+                first = [await model.optim_step(learning_rate=i) for i in range(5)]
+                restarting = asyncio.create_task(asyncio.to_thread(broker.restart, kill=True))
+                second = [await model.optim_step(learning_rate=i) for i in range(5, 10)]
+                await restarting
+                rates = [(await step.result(WAIT_S)).metrics["learning_rate"] for step in first + second]
+    assert rates == [float(i) for i in range(10)]
+    assert [seq for _, seq, _ in service.dispatcher.ran] == list(range(11))
