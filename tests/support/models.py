@@ -80,12 +80,12 @@ class Model:
         ddp = self.tenant.ddp
         return [buffer.grad_data.clone() for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers)]
 
-    def call(self, request: PackedRequest) -> RequestOutput:
+    def call(self, request: PackedRequest, label: int = 0) -> RequestOutput:
         """`forward_backward`, or `forward` when the request says so."""
-        return assemble(request, self._engine.forward_backward(self.id, request))
+        return assemble(request, self._engine.forward_backward(self.id, request, label))
 
-    def step(self, **adam: Any) -> Step:
-        report = self._engine.optim_step(self.id, AdamParams(**adam))
+    def step(self, *, accept_lost: frozenset[int] = frozenset(), **adam: Any) -> Step:
+        report = self._engine.optim_step(self.id, AdamParams(**adam), accept_lost)
         dumped = dumps.read(self._dump, self.id, self._steps)
         self._steps += 1
         return Step(report, **dumped)
