@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
@@ -65,6 +66,7 @@ class Dispatcher:
             vocab_size=spec.vocab_size,
             arch=spec.family,
         )
+        services.recorder.set("tinkerbus_build_info", 1, version=version("tinkerbus"))
         services.recorder.before_snapshot(self._gauges)
 
     async def run(self) -> None:
@@ -107,7 +109,8 @@ class Dispatcher:
             return
         recorder, now = self._s.recorder, time.monotonic()
         recorder.set("tinkerbus_log_position", self._pipeline.position)
-        for model_id, accepted in self._pipeline.waiting().items():
+        recorder.set("tinkerbus_log_lag", max(0, self._pipeline.end_of_log - self._pipeline.position))
+        for model_id, accepted in self._pipeline.unfinished().items():
             recorder.set("tinkerbus_queue_depth", len(accepted), model=model_id)
             oldest = now - min(accepted) if accepted else 0.0
             recorder.set("tinkerbus_queue_oldest_age_seconds", oldest, model=model_id)

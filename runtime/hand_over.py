@@ -48,6 +48,7 @@ class HandOver:
             settings.packing.max_tokens_per_microbatch, settings.packing.max_datums_per_microbatch
         )
         self.lost = LostCalls()
+        self._live: set[str] = set()
         self._not_created: dict[str, str] = {}
         self._ended: set[str] = set()
 
@@ -76,6 +77,7 @@ class HandOver:
         match op:
             case CreateModel():
                 job.ranks = self._group.create(model_id, checks.adapter(op, self._settings))
+                self._live.add(model_id)
                 job.finish = lambda _: outcomes.created(model_id, op)
             case ForwardBackward():
                 job.loses_gradient = not op.forward_only
@@ -86,8 +88,9 @@ class HandOver:
             case OptimStep():
                 self._step(job, op)
             case UnloadModel():
-                if model_id not in self._not_created:
+                if model_id in self._live:
                     job.ranks = self._group.unload(model_id)
+                    self._live.remove(model_id)
                 self._ended.add(model_id)
                 self.lost.forget(model_id)
                 job.outcome = ModelUnloaded(model_id=model_id)

@@ -41,12 +41,14 @@ class Pipeline:
         self._accepted: dict[str, dict[int | None, float]] = {}
         """Per model: when each operation that waits was read."""
         self._last_accepted: dict[str, float] = {}
-        self._running: set[str] = set()
+        self._running: dict[str, Job] = {}
         self._wake = asyncio.Event()
         self._slots = asyncio.Semaphore(DEPTH)
         self._replay_to = 0
         self.position = 0
         """Of the last entry read."""
+        self.end_of_log = 0
+        """As last asked, once a second."""
         self.caught_up = asyncio.Event()
         """Set once everything that was on the log at the start has its result."""
 
@@ -63,15 +65,20 @@ class Pipeline:
                 tasks.create_task(self._read(settled))
                 tasks.create_task(self._watch_gaps())
                 tasks.create_task(self._report_replay())
+                tasks.create_task(self._watch_end())
                 await self._take_turns(tasks)
         except ExceptionGroup as failures:
             if died := failures.subgroup(GroupDied):
                 raise GroupDied("a rank died") from died
             raise
 
-    def waiting(self) -> dict[str, list[float]]:
-        """Per model: `time.monotonic()` of acceptance of each operation that has no turn yet."""
-        return {model_id: list(times.values()) for model_id, times in self._accepted.items()}
+    def unfinished(self) -> dict[str, list[float]]:
+        """Per model: `time.monotonic()` of acceptance of each operation without a result."""
+        found = {model_id: list(times.values()) for model_id, times in self._accepted.items()}
+        for job in self._running.values():
+            if job.entry.seq_id is not None:  # a model that is being unloaded has no queue any more
+                found.setdefault(job.entry.model_id, []).append(job.accepted)
+        return found
 
     async def _read(self, settled: set[tuple[str, int | None]]) -> None:
         """`settled`: operations of models that ended before this life; their state is not needed any more."""
@@ -97,7 +104,7 @@ class Pipeline:
                 continue
             await self._slots.acquire()
             job = await self._begin(turn)
-            self._running.add(job.entry.request_id)
+            self._running[job.entry.request_id] = job
             tasks.create_task(self._complete(job))
 
     async def _begin(self, turn: Turn) -> Job:
@@ -128,7 +135,7 @@ class Pipeline:
                 self._last_accepted.pop(job.entry.model_id, None)
             await self._settling.settle(job, job.outcome)
         finally:
-            self._running.discard(job.entry.request_id)
+            del self._running[job.entry.request_id]
             self._slots.release()
             self._wake.set()
 
@@ -159,6 +166,11 @@ class Pipeline:
         except BodyConflict:
             return  # it came after all, just now
         log.warning("model %s: %s", model_id, error)
+
+    async def _watch_end(self) -> None:
+        while True:
+            self.end_of_log = await patiently(self._s.log.last_position)
+            await asyncio.sleep(1)
 
     async def _report_replay(self) -> None:
         """One line every few seconds while old operations run again."""

@@ -1,0 +1,108 @@
+"""Whose turn it is, for any order of arrival. Pure: no broker, no ranks."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bus.log import LogEntry
+from runtime.sequencer import GAP, Sequencer
+
+
+def entry(model: str, seq_id: int | None, position: int, verb: str = "forward_backward") -> LogEntry:
+    return LogEntry(
+        tenant="t",
+        model_id=model,
+        seq_id=seq_id,
+        verb="unload_model" if seq_id is None else verb,
+        content_type="application/msgpack",
+        body=b"",
+        body_hash="",
+        position=position,
+    )
+
+
+def drained(sequencer: Sequencer) -> list[tuple[str, int | None, int | None]]:
+    turns = []
+    while (turn := sequencer.next_turn()) is not None:
+        turns.append((turn.entry.model_id, turn.entry.seq_id, turn.lost))
+    return turns
+
+
+def offered(*entries: LogEntry) -> Sequencer:
+    sequencer = Sequencer()
+    for one in entries:
+        sequencer.offer(one)
+    return sequencer
+
+
+@given(st.permutations(range(9)))
+def test_a_model_runs_in_seq_id_order_whatever_order_it_arrives_in(order: list[int]) -> None:
+    sequencer = Sequencer()
+    turns = []
+    for position, seq_id in enumerate(order, 1):
+        sequencer.offer(entry("m", seq_id, position))
+        turns += drained(sequencer)
+    assert turns == [("m", seq_id, None) for seq_id in range(9)]
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 6)), unique=True, max_size=21))
+def test_every_model_runs_exactly_its_unbroken_beginning(arrivals: list[tuple[str, int]]) -> None:
+    sequencer = offered(*(entry(m, n, position) for position, (m, n) in enumerate(arrivals, 1)))
+    turns = drained(sequencer)
+    for model in "abc":
+        numbers = {n for m, n in arrivals if m == model}
+        beginning = next(n for n in range(8) if n not in numbers)
+        assert [n for m, n, _ in turns if m == model] == list(range(beginning))
+        waits = beginning in sequencer.missing().values() and model in sequencer.missing()
+        assert waits == bool(numbers - set(range(beginning)))
+
+
+def test_a_gap_holds_its_own_model_and_no_other() -> None:
+    sequencer = offered(entry("a", 0, 1), entry("a", 2, 2), entry("b", 0, 3), entry("b", 1, 4))
+    assert drained(sequencer) == [("a", 0, None), ("b", 0, None), ("b", 1, None)]
+    assert sequencer.missing() == {"a": 1}
+    assert sequencer.depth() == {"a": 1}
+    sequencer.offer(entry("a", 1, 5))
+    assert drained(sequencer) == [("a", 1, None), ("a", 2, None)]
+    assert sequencer.missing() == {}
+
+
+def test_models_with_work_take_turns() -> None:
+    sequencer = offered(*(entry("a", n, n + 1) for n in range(4)), *(entry("b", n, n + 5) for n in range(2)))
+    assert [model for model, _, _ in drained(sequencer)] == ["a", "b", "a", "b", "a", "a"]
+
+
+def test_a_number_seen_already_has_no_second_turn() -> None:
+    sequencer = offered(entry("m", 0, 1))
+    assert len(drained(sequencer)) == 1
+    sequencer.offer(entry("m", 0, 2))
+    assert drained(sequencer) == []
+
+
+def test_what_waited_for_a_number_that_never_came_fails_and_names_it() -> None:
+    sequencer = offered(entry("m", 0, 1), entry("m", 2, 2), entry("m", 3, 3))
+    drained(sequencer)
+    sequencer.offer(entry("m", 1, 4, verb=GAP))
+    sequencer.offer(entry("m", 4, 5))
+    assert drained(sequencer) == [("m", 1, None), ("m", 2, 1), ("m", 3, 1), ("m", 4, None)]
+
+
+def test_replaying_a_log_with_a_gap_decides_as_the_first_run_did() -> None:
+    log = [entry("m", 0, 1), entry("m", 2, 2), entry("m", 1, 3, verb=GAP), entry("m", 3, 4)]
+    live = Sequencer()
+    first = []
+    for one in log:
+        live.offer(one)
+        first += drained(live)
+    assert drained(offered(*log)) == first == [("m", 0, None), ("m", 1, None), ("m", 2, 1), ("m", 3, None)]
+
+
+def test_unload_comes_after_everything_logged_before_it() -> None:
+    sequencer = offered(entry("m", 0, 1), entry("m", 2, 2), entry("m", 1, 3), entry("m", None, 4))
+    assert drained(sequencer) == [("m", 0, None), ("m", 1, None), ("m", 2, None), ("m", None, None)]
+
+
+def test_what_is_held_by_a_gap_when_the_model_ends_fails_first() -> None:
+    sequencer = offered(entry("m", 0, 1), entry("m", 2, 2), entry("m", 3, 3), entry("m", None, 4))
+    assert drained(sequencer) == [("m", 0, None), ("m", 2, 1), ("m", 3, 1), ("m", None, None)]
