@@ -91,6 +91,8 @@ def _ray(data: Path) -> Iterator[bool]:
     """The cluster in RAY_ADDRESS, or a Ray of our own; whether it has GPUs. `data` gets its logs when we fail."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # A worker process a logical CPU, started ahead of need, would keep a small machine busy for half a minute.
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     import ray
 
     quiet = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
