@@ -27,7 +27,6 @@ class _TargetLogprobs(torch.autograd.Function):
         total_T = (logits_T_V - peak_T[:, None]).exp_().sum(dim=-1)
         if sharded:
             dist.all_reduce(total_T, group=group)
-        lse_T = peak_T + total_T.log()
 
         first = group.rank() * logits_T_V.shape[-1]
         local_T_K = targets_T_K - first
@@ -38,16 +37,20 @@ class _TargetLogprobs(torch.autograd.Function):
             chosen_T_K = chosen_T_K.masked_fill(~here_T_K, 0.0)
             dist.all_reduce(chosen_T_K, group=group)
 
-        ctx.save_for_backward(logits_T_V, lse_T, local_T_K, here_T_K)
-        return chosen_T_K - lse_T[:, None]
+        ctx.save_for_backward(logits_T_V, peak_T, total_T, local_T_K, here_T_K)
+        # Subtracted one after the other: their sum would round off what is left of a large logit.
+        return chosen_T_K - peak_T[:, None] - total_T.log()[:, None]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (grad_T_K,) = grads
-        logits_T_V, lse_T, local_T_K, here_T_K = ctx.saved_tensors
-        grad_T_V = (logits_T_V - lse_T[:, None]).exp_()
-        grad_T_V *= -grad_T_K.sum(dim=-1, keepdim=True)
+        logits_T_V, peak_T, total_T, local_T_K, here_T_K = ctx.saved_tensors
+        grad_T_V = (logits_T_V - peak_T[:, None]).exp_()
+        grad_T_V *= (-grad_T_K.sum(dim=-1) / total_T)[:, None]
         grad_T_V.scatter_add_(-1, local_T_K, grad_T_K.masked_fill(~here_T_K, 0.0))
+        # A position that nobody weighs is left out, not multiplied by 0: its logits may be NaN or infinite.
+        unweighed_T = (grad_T_K == 0).all(dim=-1)
+        grad_T_V.masked_fill_(unweighed_T[:, None], 0.0)
         return grad_T_V, None
 
 

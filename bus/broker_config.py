@@ -8,6 +8,7 @@ the sender's account, so a forged one cannot reach the log or another tenant.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,11 +42,17 @@ def tenant_subjects(tenant: str) -> tuple[str, str, str]:
     )
 
 
+def check_tenants(tenants: Mapping[str, str]) -> None:
+    """Raises ValueError for a name or a password that the broker could not tell apart."""
+    for tenant, password in tenants.items():
+        if not tenant or tenant == SERVER_USER:
+            raise ValueError(f"tenant {tenant!r}: choose another name, this one is empty or the servers' own")
+        if not password:
+            raise ValueError(f"tenant {tenant!r} has an empty password")
+
+
 def render(config: BrokerConfig) -> str:
     """The configuration file. JSON, which the broker reads as well as its own format."""
-    for tenant in config.tenants:
-        if tenant == SERVER_USER:
-            raise ValueError(f"tenant {tenant!r}: this name is the servers' own")
     accounts: dict[str, object] = {
         SERVER_ACCOUNT: {
             "jetstream": "enabled",

@@ -179,7 +179,7 @@ class Model:
         deadline = time.monotonic() + self.submit_timeout_s
         pause_s = 0.05
         while True:
-            left = max(0.1, deadline - time.monotonic())
+            left = max(1.0, deadline - time.monotonic())  # a full queue is worth a whole question
             self._unconfirmed = (submission, result_type)
             try:
                 await self._client._submitter.submit(self.model_id, submission, timeout_s=left)

@@ -1,4 +1,4 @@
-"""Connecting to a broker, and what we ask of one: reachable, new enough, JetStream on, our streams in place.
+"""Connecting to a broker, and what we ask of one: reachable, new enough, JetStream on.
 
 After the first connection a `Bus` reconnects for ever, quietly; what was asked of it meanwhile fails with
 `BrokerUnreachable` once its own time is up.
@@ -18,42 +18,39 @@ from typing import Any
 import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
 from nats.js import JetStreamContext
+
+from bus.errors import (
+    BrokerError,
+    BrokerTooOld,
+    BrokerUnreachable,
+    MessageTooLarge,
+    NoJetStream,
+    NotAllowed,
+    WrongCredentials,
+)
+from bus.hardening import harden
+
+__all__ = [
+    "HEADER_ROOM",
+    "BrokerError",
+    "BrokerTooOld",
+    "BrokerUnreachable",
+    "Bus",
+    "Credentials",
+    "MessageTooLarge",
+    "NoJetStream",
+    "NotAllowed",
+    "WrongCredentials",
+    "connect",
+]
 
 OLDEST_VERSION = (2, 11)
 """Batched direct gets came with 2.11."""
 
 HEADER_ROOM = 1024
 """What we leave of `max_payload` for headers: the broker counts them, and hangs up on a message above the limit."""
-
-
-class BrokerError(Exception):
-    """Something about the broker is not as it must be. `str()` is one line made for its operator."""
-
-
-class BrokerUnreachable(BrokerError):
-    """Nothing answers there, or not in time. Trying again later may help."""
-
-
-class BrokerTooOld(BrokerError):
-    pass
-
-
-class NoJetStream(BrokerError):
-    pass
-
-
-class WrongCredentials(BrokerError):
-    pass
-
-
-class NotAllowed(BrokerError):
-    """The broker knows these credentials and does not let them do this."""
-
-
-class MessageTooLarge(BrokerError):
-    """The message is above the broker's `max_payload`; nothing was sent."""
-
 
 _URL = re.compile(r"(nats|tls|ws|wss)://([^@/]*@)?(\[[0-9a-fA-F:.]+\]|[^:/@\[\]]+)(:\d{1,5})?/?")
 
@@ -88,10 +85,13 @@ class Bus:
         self.name = name
         self.js: JetStreamContext = nc.jetstream(timeout=5)
         self.on_reconnect: list[Callable[[], None]] = []
-        """Called after each reconnection, when subscriptions are back but messages may have been missed."""
+        """Called after each reconnection, when subscriptions are back but messages may have been missed; and at the
+        close."""
         self.errors: deque[str] = deque(maxlen=16)
         """The last lines the broker or the network complained with."""
         self._in_flight: set[_Request] = set()
+        self._up = asyncio.Event()
+        self._up.set()
         self._closing = False
 
     @property
@@ -108,23 +108,48 @@ class Bus:
     ) -> Msg:
         """One question and its answer.
 
-        Raises NotAllowed as soon as the broker says so, and BrokerUnreachable when the time is up, when nobody
-        listens, or as soon as the connection came back after a break, for then the answer may be lost.
+        While the connection is broken the question waits, within its time, for the connection to come back. Raises
+        NotAllowed as soon as the broker says so, and BrokerUnreachable when the time is up, when nobody listens, or
+        when the connection broke after the question was sent, for then the answer may be lost.
         """
+        request: _Request | None = None
+        task = asyncio.current_task()
+        cancelling = task.cancelling() if task is not None else 0
         try:
             async with asyncio.timeout(timeout_s) as clock:
+                await self._connected()
                 request = _Request(subject, clock)
                 self._in_flight.add(request)
                 try:
-                    return await self.nc.request(subject, body, timeout=timeout_s + 60, headers=headers)
+                    answer = await self.nc.request(subject, body, timeout=timeout_s + 60, headers=headers)
                 finally:
                     self._in_flight.discard(request)
         except TimeoutError as error:
-            if request.refusal is not None:
+            if request is not None and request.refusal is not None:
                 raise NotAllowed(request.refusal) from None
             raise self.unreachable(f"no answer on {subject}", error) from None
         except (nats.errors.Error, OSError) as error:
             raise self.unreachable(f"no answer on {subject}", error) from error
+        if task is not None and task.cancelling() > cancelling:
+            raise asyncio.CancelledError  # the client's asyncio.wait_for of Python 3.11 can swallow it
+        return answer
+
+    async def next_message(self, sub: Subscription, *, timeout_s: float) -> Msg:
+        """The subscription's next message.
+
+        Raises BrokerUnreachable after `timeout_s` of silence, or when the connection broke: what was on its way then
+        is lost.
+        """
+        try:
+            async with asyncio.timeout(timeout_s) as clock:
+                request = _Request(sub.subject, clock)
+                self._in_flight.add(request)
+                try:
+                    return await sub.next_msg(timeout=None)
+                finally:
+                    self._in_flight.discard(request)
+        except (TimeoutError, nats.errors.Error) as error:
+            raise self.unreachable(f"silent on {sub.subject}", error) from None
 
     def check_size(self, body: bytes, what: str) -> None:
         """Raises MessageTooLarge for what the broker would hang up on."""
@@ -162,11 +187,27 @@ class Bus:
                     request.refusal = f"the broker does not allow this user to use {request.subject}"
                     request.end()
 
-    async def _on_reconnect(self) -> None:
+    def _end_waits(self) -> None:
+        self._up.set()
         for request in list(self._in_flight):
             request.end()
         for callback in list(self.on_reconnect):
             callback()
+
+    async def _connected(self) -> None:
+        # What is published on a broken connection would be sent later, after we gave up on it.
+        if not self.nc.is_connected and not self.nc.is_closed:
+            self._up.clear()
+        await self._up.wait()
+
+    async def _on_disconnect(self) -> None:
+        self._up.clear()
+
+    async def _on_close(self) -> None:
+        self._end_waits()
+
+    async def _on_reconnect(self) -> None:
+        self._end_waits()
 
 
 async def connect(
@@ -190,6 +231,7 @@ async def connect(
                 f"{_without_password(server)!r} is no broker address: write nats://HOST:PORT"
             )
     nc = Client()
+    harden(nc)
     bus = Bus(nc, url, name)
     options: dict[str, Any] = {}
     if credentials is not None:
@@ -199,7 +241,9 @@ async def connect(
             servers=servers,
             name=name,
             error_cb=bus._on_error,
+            disconnected_cb=bus._on_disconnect,
             reconnected_cb=bus._on_reconnect,
+            closed_cb=bus._on_close,
             allow_reconnect=False,
             max_reconnect_attempts=1,
             connect_timeout=timeout_s,

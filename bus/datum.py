@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any, TypeAlias
 
 from bus.errors import CodecError
@@ -69,7 +70,7 @@ def _flat(value: Numbers, field: str) -> tuple[Sequence[float], tuple[int, ...]]
         raise CodecError(f"{field} is a {type(value).__name__}, but must be a sequence of numbers", field)
     if not value or not isinstance(value[0], Sequence):
         for i, number in enumerate(value):
-            if not isinstance(number, int | float):
+            if not isinstance(number, Real):
                 raise CodecError(f"{field}[{i}] is {number!r}, but must be a number", field)
         return value, (len(value),)
     rows = [_flat(row, f"{field}[{i}]") for i, row in enumerate(value)]

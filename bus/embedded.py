@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import json
 import os
 import secrets
@@ -22,17 +21,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from bus.broker_config import SERVER_USER, BrokerConfig, render
+from bus import folder_lock
+from bus.broker_config import SERVER_USER, BrokerConfig, check_tenants, render
 from bus.connection import BrokerError, Credentials
+from bus.folder_lock import FolderInUse
+
+__all__ = ["EmbeddedBroker", "Endpoint", "FolderInUse", "find_nats_server"]
 
 _START_S = 20.0
 _STOP_S = 10.0
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
-
-
-class FolderInUse(BrokerError):
-    """Another broker works on this folder."""
 
 
 class Endpoint(NamedTuple):
@@ -65,8 +64,13 @@ class EmbeddedBroker:
         max_file_store: int = 2**40,
         sync_interval: str = "always",
     ) -> None:
-        """`tenants` maps a tenant to its password; port -1 takes any free one; sizes are in bytes."""
-        self.data_dir = Path(data_dir)
+        """`tenants` maps a tenant to its password; port -1 takes any free one; sizes are in bytes.
+
+        Raises ValueError for a tenant that is called as the servers are, or has no password.
+        """
+        check_tenants(tenants or {})
+        self.data_dir = Path(data_dir).absolute()
+        self._asked_port = port
         self._config = BrokerConfig(
             data_dir=self.data_dir,
             port=port,
@@ -85,6 +89,8 @@ class EmbeddedBroker:
         self._url: str | None = None
         self.starts = 0
         """How often a broker process came up; more than one means it died or was restarted."""
+        self.problem: str | None = None
+        """Why the process is not up again although it should be; it is tried for ever."""
 
     @property
     def url(self) -> str:
@@ -108,7 +114,7 @@ class EmbeddedBroker:
         """Start, and wait until it serves. Raises FolderInUse, or BrokerError with the broker's own last line."""
         if self._keeper is None:
             self.data_dir.mkdir(parents=True, exist_ok=True)
-            self._take_lock()
+            self._lock_file = folder_lock.take(self.data_dir)
             try:
                 self._config.server_password = self._server_password()
                 self._launch()
@@ -128,6 +134,7 @@ class EmbeddedBroker:
             os.close(self._lock_file)
             self._lock_file = None
         self._url = None
+        self._config.port = self._asked_port
 
     def restart(self, *, kill: bool = False, down_s: float = 0.0) -> None:
         """Stop and start the process, on the same port; `kill` gives it no time, `down_s` keeps it away meanwhile."""
@@ -140,11 +147,14 @@ class EmbeddedBroker:
         self._wait_for_start(before)
 
     def set_tenants(self, tenants: Mapping[str, str]) -> None:
-        """Replace the tenants of the running broker; those that stay keep their connections."""
+        """Replace the tenants. A running broker is restarted on its port, and its clients reconnect by themselves.
+
+        Not by a reload signal: nats-server 2.15 does not wire a new account's imports then.
+        """
+        check_tenants(tenants)
         self._config.tenants = dict(tenants)
-        if (pid := self.pid) is not None:
-            self._write_config()
-            os.kill(pid, signal.SIGHUP)
+        if self._keeper is not None:
+            self.restart()
 
     def __enter__(self) -> EmbeddedBroker:
         self.start()
@@ -185,8 +195,9 @@ class EmbeddedBroker:
             began = time.monotonic()
             try:
                 problem = self._run_once()
-            except OSError as error:
+            except (OSError, subprocess.SubprocessError) as error:
                 problem = f"nats-server cannot be started: {error}"
+            self.problem = problem
             if problem is not None and self._url is None:
                 with self._changed:
                     self._failure = problem
@@ -216,6 +227,7 @@ class EmbeddedBroker:
         if problem is None:
             with self._changed:
                 self.starts += 1
+                self.problem = None
                 self._changed.notify_all()
         process.wait()
         return problem
@@ -269,40 +281,9 @@ class EmbeddedBroker:
             _write_private(path, secrets.token_urlsafe(32))
         return path.read_text().strip()
 
-    def _take_lock(self) -> None:
-        """Raises FolderInUse. A broker whose parent was killed gets a moment to go."""
-        lock = os.open(self.data_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        deadline = time.monotonic() + 5
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                owner = os.pread(lock, 32, 0).decode(errors="replace").strip()
-                if _alive(owner) or time.monotonic() > deadline:
-                    os.close(lock)
-                    raise FolderInUse(
-                        f"the folder {self.data_dir} is in use by process {owner or 'unknown'}: "
-                        "stop it, or choose another folder"
-                    ) from None
-                time.sleep(0.02)
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, str(os.getpid()).encode(), 0)
-        self._lock_file = lock
-
 
 def _die_with_parent() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def _alive(pid: str) -> bool:
-    try:
-        os.kill(int(pid), 0)
-    except (ValueError, ProcessLookupError):
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _write_private(path: Path, text: str) -> None:

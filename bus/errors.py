@@ -1,4 +1,4 @@
-"""What can be wrong with a message, apart from who carried it."""
+"""What can be wrong: with a message, and with the broker that carries it."""
 
 from __future__ import annotations
 
@@ -24,3 +24,31 @@ def newer_format(found: int, known: int, seq_id: int | None = None) -> NewerForm
         "format",
         seq_id=seq_id,
     )
+
+
+class BrokerError(Exception):
+    """Something about the broker is not as it must be. `str()` is one line made for its operator."""
+
+
+class BrokerUnreachable(BrokerError):
+    """Nothing answers there, or not in time. Trying again later may help."""
+
+
+class BrokerTooOld(BrokerError):
+    pass
+
+
+class NoJetStream(BrokerError):
+    pass
+
+
+class WrongCredentials(BrokerError):
+    pass
+
+
+class NotAllowed(BrokerError):
+    """The broker knows these credentials and does not let them do this."""
+
+
+class MessageTooLarge(BrokerError):
+    """The message is above the broker's `max_payload`; nothing was sent."""

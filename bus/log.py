@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import hashlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 import nats.errors
@@ -123,7 +123,7 @@ class OpsLog:
         headers = {
             CONTENT_TYPE: entry.content_type,
             TB_FORMAT: str(entry.format),
-            TB_TENANT: entry.tenant,
+            TB_TENANT: subjects.escape(entry.tenant),
             TB_VERB: entry.verb,
             TB_HASH: entry.body_hash,
         }
@@ -168,7 +168,7 @@ class OpsLog:
         """The stream's last sequence number, over all groups; 0 while it is empty. Raises BrokerUnreachable."""
         return await scan.last_position(self._bus, subjects.OPS_STREAM)
 
-    async def read(self, from_position: int = 1) -> AsyncIterator[LogEntry]:
+    async def read(self, from_position: int = 1) -> AsyncGenerator[LogEntry, None]:
         """Every entry from `from_position` on, then new ones as they come, for ever.
 
         Outlives broker restarts and lost wake-ups: what is next is asked for by position, at every announcement, at
@@ -217,7 +217,8 @@ class OpsLog:
 
 async def _wait(wake: asyncio.Event, timeout_s: float) -> None:
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(wake.wait(), timeout_s)
+        async with asyncio.timeout(timeout_s):
+            await wake.wait()
 
 
 def _entry(message: scan.StoredMessage) -> LogEntry | None:
@@ -225,7 +226,7 @@ def _entry(message: scan.StoredMessage) -> LogEntry | None:
     try:
         _, _, model_id, number = subjects.split(message.subject)
         return LogEntry(
-            tenant=message.headers[TB_TENANT],
+            tenant=subjects.unescape(message.headers[TB_TENANT]),
             model_id=model_id,
             seq_id=subjects.parse_seq_token(number),
             verb=message.headers[TB_VERB],

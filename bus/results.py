@@ -65,6 +65,7 @@ class Results:
             self._prefix = subjects.PREFIX
         self._waiting: dict[str, set[asyncio.Event]] = {}
         self._subscription: asyncio.Task[Subscription] | None = None
+        self._closed = False
 
     async def publish(
         self, tenant: str, result: Result, content_type: str = codec.MSGPACK, *, timeout_s: float = 10.0
@@ -137,6 +138,9 @@ class Results:
                 del self._waiting[subject]
 
     async def close(self) -> None:
+        """Stop listening; whoever still waits gets BrokerUnreachable."""
+        self._closed = True
+        self._wake_all()
         if self._subscription is not None:
             self._bus.on_reconnect.remove(self._wake_all)
             with contextlib.suppress(nats.errors.Error, asyncio.CancelledError):
@@ -144,10 +148,12 @@ class Results:
             self._subscription = None
 
     async def _look(self, subject: str) -> StoredResult | None:
+        if self._closed:
+            raise BrokerUnreachable(f"closed while waiting for {subject}")
         try:
             return await self._get(subject)
         except BrokerUnreachable:
-            if self._bus.nc.is_closed:
+            if self._bus.nc.is_closed or self._closed:
                 raise
             await asyncio.sleep(0.1)
             return None
@@ -159,13 +165,15 @@ class Results:
         return StoredResult(found.data, found.headers.get(CONTENT_TYPE, codec.MSGPACK))
 
     async def _listening(self) -> None:
-        """Returns once the one subscription is in place on the broker's side."""
+        """Returns once the one subscription is sent. One connection: the broker has it before any later look."""
         if self._subscription is None:
-            self._bus.on_reconnect.append(self._wake_all)
-            # One connection: the broker sees the subscription before any look that follows it.
             listen = self._bus.nc.subscribe(self._wake_ups, cb=self._announced)
             self._subscription = asyncio.create_task(listen)
-        await asyncio.shield(self._subscription)
+            self._bus.on_reconnect.append(self._wake_all)
+        try:
+            await asyncio.shield(self._subscription)
+        except nats.errors.Error as error:
+            raise self._bus.unreachable("listening for results", error) from None
 
     async def _announced(self, msg: Msg) -> None:
         subject = subjects.PREFIX + msg.subject.removeprefix(self._prefix)
@@ -180,7 +188,8 @@ class Results:
 
 async def _happened(event: asyncio.Event, timeout_s: float) -> bool:
     try:
-        await asyncio.wait_for(event.wait(), timeout_s)
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
     except TimeoutError:
         return False
     return True

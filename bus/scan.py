@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import nats.errors
 from nats.aio.msg import Msg
 
-from bus.connection import BrokerError, Bus
+from bus.connection import BrokerError, BrokerUnreachable, Bus
 
 BATCH = 64
 BATCH_BYTES = 16 * 2**20
@@ -29,9 +29,16 @@ class StoredMessage:
     data: bytes
 
 
-def stored_message(msg: Msg) -> StoredMessage:
+def _stored(msg: Msg, stream: str) -> StoredMessage | None:
+    """The message in a direct get's answer, or None where it says that there is none (more)."""
     headers = dict(msg.headers or {})
-    return StoredMessage(headers["Nats-Subject"], int(headers["Nats-Sequence"]), headers, msg.data or b"")
+    if "Nats-Sequence" in headers:
+        return StoredMessage(headers["Nats-Subject"], int(headers["Nats-Sequence"]), headers, msg.data or b"")
+    status = headers.get("Status")
+    if status in ("204", "404"):
+        return None
+    said = f"the broker refuses to read stream {stream}: {status} {headers.get('Description', '')}".rstrip()
+    raise BrokerUnreachable(said) if status == "503" else BrokerError(said)
 
 
 async def batch(bus: Bus, stream: str, subject_filter: str, from_position: int) -> list[StoredMessage]:
@@ -52,20 +59,15 @@ async def batch(bus: Bus, stream: str, subject_filter: str, from_position: int) 
         try:
             await bus.nc.publish(f"$JS.API.DIRECT.GET.{stream}", json.dumps(request).encode(), reply=inbox)
             while True:
-                msg = await sub.next_msg(timeout=_ANSWER_S)
-                status = (msg.headers or {}).get("Status")
-                if status in ("204", "404"):
+                msg = await bus.next_message(sub, timeout_s=_ANSWER_S)
+                message = _stored(msg, stream)
+                if message is None:
                     return found
-                if status == "503":
-                    raise bus.unreachable(f"reading stream {stream}")
-                if status is not None:
-                    said = (msg.headers or {}).get("Description", "")
-                    raise BrokerError(f"the broker refuses to read stream {stream}: {status} {said}".rstrip())
-                found.append(stored_message(msg))
+                found.append(message)
         finally:
             with contextlib.suppress(nats.errors.Error):
                 await sub.unsubscribe()
-    except (nats.errors.Error, TimeoutError) as error:
+    except (nats.errors.Error, BrokerUnreachable) as error:
         if found:
             return found
         raise bus.unreachable(f"reading stream {stream}", error) from None
@@ -76,14 +78,7 @@ async def last_of(
 ) -> StoredMessage | None:
     """The newest message on one subject. Raises BrokerUnreachable when the broker does not answer in time."""
     msg = await bus.request(f"$JS.API.DIRECT.GET.{stream}.{subject}", b"", timeout_s=timeout_s)
-    status = (msg.headers or {}).get("Status")
-    if status == "404":
-        return None
-    if status is not None:
-        raise BrokerError(
-            f"the broker refuses to read {subject}: {status} {(msg.headers or {}).get('Description')}"
-        )
-    return stored_message(msg)
+    return _stored(msg, stream)
 
 
 async def last_position(bus: Bus, stream: str) -> int:

@@ -17,6 +17,9 @@ from bus.connection import BrokerError, Bus
 
 _NAME_IN_USE = 10058
 
+_DUPLICATE_WINDOW_S = 0.1
+"""The shortest there is. We use no message ids, and one tenant's must not swallow another's message."""
+
 
 async def ensure_streams(
     bus: Bus,
@@ -44,7 +47,7 @@ async def ensure_streams(
             max_bytes=ops_max_bytes,
             allow_direct=True,
             deny_delete=True,
-            duplicate_window=1,
+            duplicate_window=_DUPLICATE_WINDOW_S,
             republish=_announce("ops.*.*.*"),
             **common,
         ),
@@ -59,7 +62,7 @@ async def ensure_streams(
             max_age=results_ttl_s,
             max_bytes=results_max_bytes,
             allow_direct=True,
-            duplicate_window=1,
+            duplicate_window=_DUPLICATE_WINDOW_S,
             republish=_announce("results.*.*.*"),
             **common,
         ),
@@ -74,7 +77,7 @@ async def ensure_streams(
             discard_new_per_subject=True,
             max_msgs_per_subject=submit_max_msgs_per_model,
             max_bytes=submit_max_bytes,
-            duplicate_window=1,
+            duplicate_window=_DUPLICATE_WINDOW_S,
             **common,
         ),
     )

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable
 from dataclasses import dataclass
 
 import nats.errors
 import nats.js.errors
 from nats.aio.msg import Msg
-from nats.aio.subscription import Subscription
 from nats.js import api
 
 from bus import codec, subjects
@@ -24,14 +22,11 @@ from bus.connection import BrokerError, BrokerUnreachable, Bus
 from bus.errors import CodecError
 from bus.events import FORMAT, Submission
 from bus.publish import StreamFull, store
+from bus.pull import pulled
 
 CONTENT_TYPE, TB_FORMAT = "Content-Type", "Tb-Format"
 
-_BATCH = 64
-_BATCH_BYTES = 32 * 2**20
-_EXPIRES_S = 10.0
-_HEARTBEAT_S = 1.0
-_ACK_WAIT_S = 30.0
+_ACK_WAIT_S = 5.0
 
 
 class QueueFull(BrokerError):
@@ -75,7 +70,7 @@ class Submitter:
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """One message from the queue. Exactly one of `ack`, `nak`, `term` ends it; else it comes again after 30 s."""
+    """One message from the queue. Exactly one of `ack`, `nak`, `term` ends it; else it comes again after 5 s."""
 
     tenant: str
     """From the subject, which the broker vouches for."""
@@ -114,35 +109,24 @@ class SubmitReader:
         self.skipped = 0
         """Messages whose subject names no tenant and model of ours; they are dropped."""
 
-    async def read(self) -> AsyncIterator[Submitted]:
-        """Every submission, for ever. Outlives broker restarts and silence; raises BrokerError when refused."""
-        batch_bytes = max(_BATCH_BYTES, 2 * self._bus.max_payload)
-        request = json.dumps(
-            {
-                "batch": _BATCH,
-                "max_bytes": batch_bytes,
-                "expires": int(_EXPIRES_S * 1e9),
-                "idle_heartbeat": int(_HEARTBEAT_S * 1e9),
-            }
-        ).encode()
-        next_subject = f"$JS.API.CONSUMER.MSG.NEXT.{subjects.SUBMIT_STREAM}.{self._name}"
+    async def read(self) -> AsyncGenerator[Submitted, None]:
+        """Every submission, for ever. Outlives broker restarts and silence; raises BrokerError when refused.
+
+        Close it to stop: what it had fetched and not yet given out goes back to the queue at once.
+        """
         while True:
             try:
                 await self._ensure_consumer()
-                inbox = self._bus.nc.new_inbox()
-                sub = await self._bus.nc.subscribe(inbox, pending_bytes_limit=-1)
-                try:
-                    await self._bus.nc.publish(next_subject, request, reply=inbox)
-                    async for msg in self._pulled(sub, next_subject, request, inbox):
+                async with contextlib.aclosing(
+                    pulled(self._bus, subjects.SUBMIT_STREAM, self._name)
+                ) as messages:
+                    async for msg in messages:
                         submitted = self._submitted(msg)
                         if submitted is None:
                             self.skipped += 1
                             await msg.term()
                         else:
                             yield submitted
-                finally:
-                    with contextlib.suppress(nats.errors.Error):
-                        await sub.unsubscribe()
             except (nats.errors.Error, BrokerUnreachable) as error:
                 if self._bus.nc.is_closed:
                     raise self._bus.unreachable("reading the submit queue", error) from None
@@ -160,29 +144,6 @@ class SubmitReader:
         except (nats.errors.Error, TimeoutError) as error:
             raise self._bus.unreachable("reading the submit queue", error) from None
         return found.data or b""
-
-    async def _pulled(
-        self, sub: Subscription, subject: str, request: bytes, inbox: str
-    ) -> AsyncIterator[Msg]:
-        """The messages of one pull after the other; ends when the broker falls silent or the consumer is gone."""
-        while True:
-            left = _BATCH
-            while left > 0:
-                try:
-                    msg = await sub.next_msg(timeout=3 * _HEARTBEAT_S)
-                except (nats.errors.TimeoutError, TimeoutError):
-                    return
-                status = (msg.headers or {}).get("Status")
-                if status is None:
-                    left -= 1
-                    yield msg
-                elif status == "100":
-                    continue
-                elif status in ("404", "408") or "MaxBytes" in (msg.headers or {}).get("Description", ""):
-                    break
-                else:
-                    return
-            await self._bus.nc.publish(subject, request, reply=inbox)
 
     async def _ensure_consumer(self) -> None:
         try:

@@ -1,7 +1,5 @@
 """What a loss sees: the tokens of one microbatch, flat, datum after datum, without padding."""
 
-# ruff: noqa: N802 -- shape suffixes
-
 from __future__ import annotations
 
 from dataclasses import dataclass, replace

@@ -2,14 +2,17 @@
 
 An entry's `body_hash` identifies what the sender sent: the same request again has the same hash, another one under
 the same number has not. A request that cannot be understood goes on as `Refused`, so that its number is used up.
+What came as JSON stays JSON, and so is answered in JSON.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
+
 from bus import log
-from bus.codec import MSGPACK, PROTOBUF, encode
+from bus.codec import JSON, MSGPACK, PROTOBUF, encode
 from bus.connection import HEADER_ROOM, Bus
 from bus.events import Op, Refused
 from bus.log import LogEntry
@@ -17,9 +20,16 @@ from bus.log import LogEntry
 FORWARD_BACKWARD = "forward_backward"
 
 
-def of_op(tenant: str, model_id: str, seq_id: int | None, op: Op) -> LogEntry:
-    """An operation, encoded here: its sender's spelling (spaces, key order, defaults left out) does not count."""
-    return log.entry(tenant, model_id, seq_id, _verb(op), encode(op), MSGPACK)
+def of_op(tenant: str, model_id: str, seq_id: int | None, op: Op, content_type: str = MSGPACK) -> LogEntry:
+    """An operation, encoded here: its sender's spelling (spaces, key order, defaults left out) does not count.
+
+    Nor does its content type: the hash is that of the msgpack form, also where the entry is JSON.
+    """
+    entry = log.entry(tenant, model_id, seq_id, _verb(op), encode(op), MSGPACK)
+    if content_type != JSON:
+        return entry
+    # Tensors as base64, which is shorter than a list of numbers: what was sent in one message fits in one.
+    return replace(entry, body=msgspec.json.encode(op), content_type=JSON)
 
 
 def of_sdk_body(tenant: str, model_id: str, seq_id: int, body: bytes) -> LogEntry:
@@ -28,11 +38,17 @@ def of_sdk_body(tenant: str, model_id: str, seq_id: int, body: bytes) -> LogEntr
 
 
 def of_refusal(
-    tenant: str, model_id: str, seq_id: int | None, error: str, field: str | None, sent: bytes
+    tenant: str,
+    model_id: str,
+    seq_id: int | None,
+    error: str,
+    field: str | None,
+    sent: bytes,
+    content_type: str = MSGPACK,
 ) -> LogEntry:
     """A request that is refused; `sent` is the body as it came, and what its hash is of."""
     op = Refused(error=error, field=field)
-    return replace(of_op(tenant, model_id, seq_id, op), body_hash=log.body_hash(sent, MSGPACK))
+    return replace(of_op(tenant, model_id, seq_id, op, content_type), body_hash=log.body_hash(sent, MSGPACK))
 
 
 def fitted(bus: Bus, entry: LogEntry) -> LogEntry:
@@ -41,7 +57,7 @@ def fitted(bus: Bus, entry: LogEntry) -> LogEntry:
     if len(entry.body) <= limit:
         return entry
     error = f"the request has {len(entry.body)} bytes; the limit is {limit} in one request"
-    return of_refusal(entry.tenant, entry.model_id, entry.seq_id, error, None, entry.body)
+    return of_refusal(entry.tenant, entry.model_id, entry.seq_id, error, None, entry.body, entry.content_type)
 
 
 def _verb(op: Op) -> str:

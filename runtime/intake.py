@@ -7,12 +7,13 @@ may happen twice, on one intake or on several, and changes nothing the second ti
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 
 from msgspec.structs import replace
 
-from bus.codec import PROTOBUF
+from bus.codec import JSON, MSGPACK, PROTOBUF
 from bus.connection import BrokerUnreachable, Bus
 from bus.errors import CodecError
 from bus.events import CreateModel, Failed, Result
@@ -45,12 +46,13 @@ class Intake:
         """Submissions that named no number, so that nobody could be told."""
 
     async def run(self) -> None:
-        """Take submissions, for ever, in the queue's order. Cancel it to stop: what was not finished comes again.
+        """Take submissions, for ever, in the queue's order. Cancel it: what is unfinished comes again at once.
 
         Raises BrokerError when the broker refuses the queue.
         """
-        async for submitted in self._reader.read():
-            await self._take(submitted)
+        async with contextlib.aclosing(self._reader.read()) as queue:
+            async for submitted in queue:
+                await self._take(submitted)
 
     async def _take(self, submitted: Submitted) -> None:
         """Keep at it until it is settled: the next one may depend on this one."""
@@ -60,6 +62,9 @@ class Intake:
             except (LogFull, BrokerUnreachable) as error:
                 logger.warning("submission of model %r has to wait: %s", submitted.model_id, error)
                 await asyncio.sleep(PAUSE_S)
+            except asyncio.CancelledError:
+                await submitted.nak(0)
+                raise
             else:
                 self._count("tinkerbus_bus_consumed_messages_total", "submit")
                 return
@@ -119,7 +124,10 @@ class Intake:
     async def _fail_uncreated(self, entry: LogEntry) -> None:
         """Fail an operation of a model that nobody created. Its id is used up, so that this answer stays true."""
         error = f"model_id {entry.model_id!r} is not known: seq_id 0 has to create it before any other"
-        await self._append(entries.of_refusal(entry.tenant, entry.model_id, 0, error, "model_id", b""))
+        refusal = entries.of_refusal(
+            entry.tenant, entry.model_id, 0, error, "model_id", b"", entry.content_type
+        )
+        await self._append(refusal)
         await self._fail(entry, error)
 
     async def _fail(self, entry: LogEntry, error: str) -> None:
@@ -132,6 +140,7 @@ class Intake:
                 seq_id=entry.seq_id,
                 outcome=Failed(error=error, category="user", field="model_id"),
             ),
+            JSON if entry.content_type == JSON else MSGPACK,
         )
 
     def _count(self, name: str, stream: str) -> None:
@@ -160,8 +169,14 @@ def entry_of(submitted: Submitted) -> LogEntry | None:
         if submission.seq_id is None:
             return None
         return entries.of_refusal(
-            tenant, model_id, submission.seq_id, str(submission), submission.field, submitted.body
+            tenant,
+            model_id,
+            submission.seq_id,
+            str(submission),
+            submission.field,
+            submitted.body,
+            submitted.content_type,
         )
     if submitted.content_type == PROTOBUF and submission.seq_id is not None:
         return entries.of_sdk_body(tenant, model_id, submission.seq_id, submitted.body)
-    return entries.of_op(tenant, model_id, submission.seq_id, submission.op)
+    return entries.of_op(tenant, model_id, submission.seq_id, submission.op, submitted.content_type)

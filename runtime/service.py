@@ -12,6 +12,7 @@ import shutil
 import signal
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ GROUP = "main"
 """This release runs one group."""
 
 READY_TIMEOUT_S = 900.0
+DRAIN_TIMEOUT_S = 15.0
 LOGICAL_CPUS = 16
 """Ray's CPU claims are logical here: small machines have to fit every replica and rank."""
 
@@ -93,6 +95,8 @@ def _ray(data: Path) -> Iterator[bool]:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # A worker process a logical CPU, started ahead of need, would keep a small machine busy for half a minute.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+    # What Serve looks at ten times a second changes a few times a day here, and the ranks want the cores.
+    os.environ.setdefault("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.5")
     import ray
 
     quiet = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
@@ -159,7 +163,10 @@ def _serve(
             raise StartFailed(f"{error} The logs are in {Path(settings.data).resolve() / 'logs'}") from error
         yield
     finally:
-        serve.shutdown()
+        # Where a signal went to all processes at once, nobody may be left to shut Serve down gracefully.
+        stopping = threading.Thread(target=serve.shutdown, daemon=True)
+        stopping.start()
+        stopping.join(DRAIN_TIMEOUT_S)
 
 
 async def _announce_start(nats_url: str, credentials: Credentials | None, settings: Settings) -> None:

@@ -7,6 +7,7 @@ and the difference is counted and logged.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from typing import Literal
 
@@ -66,8 +67,7 @@ class Settling:
         result = Result(
             request_id=entry.request_id, model_id=entry.model_id, seq_id=entry.seq_id, outcome=outcome
         )
-        content_type = codec.JSON if entry.content_type == codec.JSON else codec.MSGPACK
-        published = await self._s.results.publish(entry.tenant, result, content_type)
+        published = await self._s.results.publish(entry.tenant, result, _answered_in(entry, outcome))
         if published is Published.NEW:
             self._s.recorder.inc("tinkerbus_bus_published_messages_total", stream="results")
         return published
@@ -132,3 +132,14 @@ class Settling:
                     return
 
         await patiently(attempt)
+
+
+def _answered_in(entry: LogEntry, outcome: Outcome) -> str:
+    """The content type of the request, except where the metrics hold what JSON has no word for."""
+    if entry.content_type != codec.JSON:
+        return codec.MSGPACK
+    if isinstance(outcome, ForwardBackwardDone | OptimStepDone) and not all(
+        map(math.isfinite, outcome.metrics.values())
+    ):
+        return codec.MSGPACK
+    return codec.JSON

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import typer
 
+from runtime.cli.bench import bench
+from runtime.cli.demo import demo
 from runtime.cli.up import up
 
 app = typer.Typer(
@@ -14,6 +16,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(up)
+app.command()(demo)
+app.command()(bench)
 
 
 def _show_version(wanted: bool) -> None:
@@ -35,3 +39,7 @@ def _options(
 
 def main() -> None:
     app()
+
+
+if __name__ == "__main__":
+    main()

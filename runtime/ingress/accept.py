@@ -6,6 +6,7 @@ The same request again gets the same request id; another body under a number tha
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -18,6 +19,7 @@ from runtime import entries
 from runtime.ingress.answers import future
 from runtime.ingress.body import number_field, text_field
 from runtime.ingress.deps import Deps, owned_model
+from runtime.ingress.off_loop import INLINE_BYTES
 
 PUBLISHED = "tinkerbus_bus_published_messages_total"
 
@@ -26,7 +28,8 @@ async def accept(deps: Deps, entry: LogEntry) -> Response:
     """Append, and answer with the future. 400 where the number holds another body."""
     entry = entries.fitted(deps.bus, entry)
     try:
-        appended = await deps.log.append(entry)
+        async with deps.large if len(entry.body) > INLINE_BYTES else contextlib.nullcontext():
+            appended = await deps.log.append(entry)
     except BodyConflict:
         raise HTTPException(
             400,

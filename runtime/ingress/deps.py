@@ -6,8 +6,9 @@ exist.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from fastapi import Depends, HTTPException, Request
@@ -20,6 +21,9 @@ from bus.tables import ModelRow, SessionRow, Tables
 from observability.recorder import Recorder
 from runtime.config import Settings
 from runtime.keys import Keys
+
+LARGE_AT_ONCE = 2
+"""Large bodies on the way to the broker at a time, over the one connection that everything else uses too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,8 @@ class Deps:
     ready: Callable[[], Awaitable[str | None]]
     """None when requests can be served, else what is missing."""
     recorder: Recorder | None = None
+    large: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(LARGE_AT_ONCE))
+    """Held while a large body goes to the broker: what is small, as a heartbeat, never queues behind many."""
 
 
 async def deps_of(request: Request) -> Deps:

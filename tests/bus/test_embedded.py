@@ -17,9 +17,10 @@ import pytest
 from bus.codec import encode
 from bus.connection import BrokerError, Bus, Credentials, WrongCredentials, connect
 from bus.embedded import EmbeddedBroker, FolderInUse
-from bus.events import OptimStep
+from bus.events import OptimStep, Submission
 from bus.log import OpsLog, entry
 from bus.streams import ensure_streams
+from bus.submit import Submitter
 from tests.bus.waiting import until
 
 CHILD = """
@@ -67,7 +68,11 @@ def test_it_serves_on_loopback_within_a_second(tmp_path: Path) -> None:
 def test_passwords_are_for_their_owner_alone(broker: EmbeddedBroker) -> None:
     for name in ("nats.conf", "server.password"):
         assert (broker.data_dir / name).stat().st_mode & 0o777 == 0o600
-    config = json.loads((broker.data_dir / "nats.conf").read_text())
+
+
+def test_unless_told_otherwise_every_write_is_synced(tmp_path: Path) -> None:
+    with EmbeddedBroker(tmp_path):
+        config = json.loads((tmp_path / "nats.conf").read_text())
     assert config["jetstream"]["sync_interval"] == "always"
     assert config["max_payload"] == 8 * 2**20
 
@@ -162,29 +167,21 @@ def test_a_missing_binary_is_told_with_the_cure(tmp_path: Path, monkeypatch: pyt
 
 
 def test_no_tenant_may_take_the_servers_name(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="this name is the servers' own"):
-        EmbeddedBroker(tmp_path, {"tinkerbus": "x"}).start()
+    with pytest.raises(ValueError, match="tenant 'tinkerbus': choose another name"):
+        EmbeddedBroker(tmp_path, {"tinkerbus": "x"})
+    with pytest.raises(ValueError, match="tenant 'demo' has an empty password"):
+        EmbeddedBroker(tmp_path, {"demo": ""})
 
 
-async def test_tenants_come_and_go_while_it_runs(broker: EmbeddedBroker, bus: Bus, demo_bus: Bus) -> None:
-    broker.set_tenants({"demo": "demo-password", "new:one": "fresh"})
-    tenant: list[Bus] = []
-
-    async def connected() -> bool:
-        try:
-            tenant.append(
-                await connect(broker.url, Credentials("new:one", "fresh"), name="test", uses_jetstream=False)
-            )
-        except WrongCredentials:
-            await asyncio.sleep(0.05)
-        return bool(tenant)
-
-    await until(connected)
-    ack = await tenant[0].js.publish("tinker.v1.submit.new=3Aone.m", b"x")
-    assert ack.stream == "TINKER_SUBMIT"
-    await tenant[0].close()
+async def test_tenants_come_and_go_and_who_stays_reconnects(
+    broker: EmbeddedBroker, bus: Bus, demo_bus: Bus
+) -> None:
+    await asyncio.to_thread(broker.set_tenants, {"demo": "demo-password", "new:one": "fresh"})
+    fresh = Credentials("new:one", "fresh")
+    async with await connect(broker.url, fresh, name="test", uses_jetstream=False) as tenant:
+        assert (await tenant.js.publish("tinker.v1.submit.new=3Aone.m", b"x")).stream == "TINKER_SUBMIT"
     with pytest.raises(WrongCredentials):
         await connect(broker.url, Credentials("other", "other-password"), name="test", uses_jetstream=False)
-    assert (await demo_bus.js.publish("tinker.v1.submit.demo.m", b"x")).stream == "TINKER_SUBMIT"
-    assert demo_bus.nc.stats["reconnects"] == 0
+    await Submitter(demo_bus, "demo").submit("m", Submission(seq_id=1, op=OptimStep()))
+    await until(lambda: bus.connected)
     assert (await bus.js.stream_info("TINKER_SUBMIT")).state.messages == 2

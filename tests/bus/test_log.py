@@ -143,10 +143,10 @@ async def test_a_5_mb_body_passes_and_a_larger_one_than_the_broker_takes_is_refu
     assert (await ops.append(step(3))).position == 2
 
 
-async def test_a_tenant_whose_name_is_not_ascii_comes_back(ops: OpsLog) -> None:
-    await ops.append(log.entry("Größe, 大", "模型", 1, "optim_step", encode(OptimStep(), JSON), JSON))
+async def test_names_of_any_characters_come_back(ops: OpsLog) -> None:
+    await ops.append(log.entry(" Größe,\r\n大 ", " 模.型>", 1, "optim_step", encode(OptimStep(), JSON), JSON))
     (found,) = await take(ops, 1)
-    assert (found.tenant, found.model_id, found.op()) == ("Größe, 大", "模型", OptimStep())
+    assert (found.tenant, found.model_id, found.op()) == (" Größe,\r\n大 ", " 模.型>", OptimStep())
 
 
 # ----------------------------------------------------------------------------------------------------- reading

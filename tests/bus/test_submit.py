@@ -9,8 +9,9 @@ from bus.connection import Bus, MessageTooLarge, NotAllowed
 from bus.embedded import EmbeddedBroker
 from bus.events import Datum, ForwardBackward, LossChoice, OptimStep, Submission, Tensor
 from bus.streams import ensure_streams
-from bus.submit import QueueFull, Submitted, SubmitReader, Submitter
+from bus.submit import QueueFull, SubmitReader, Submitted, Submitter
 from bus.wire import ForwardBackwardRequest
+from tests.bus import raw
 from tests.bus.proxy import Proxy
 from tests.bus.waiting import until
 
@@ -107,6 +108,19 @@ async def test_what_was_not_acknowledged_is_still_there_for_the_next_reader(
     assert await queued(bus) == 1
 
 
+async def test_a_reader_that_is_closed_gives_back_what_it_had_fetched(
+    bus: Bus, second_bus: Bus, demo_bus: Bus
+) -> None:
+    submitter = Submitter(demo_bus, "demo")
+    for seq_id in range(1, 6):
+        await submitter.submit("m", step(seq_id))
+    reading = SubmitReader(bus).read()
+    await (await anext(reading)).ack()
+    await reading.aclose()
+    async with asyncio.timeout(4):  # at once, not after the 5 s of an unanswered message
+        assert sorted(number(s) or 0 for s in await take(SubmitReader(second_bus), 4)) == [2, 3, 4, 5]
+
+
 async def test_a_submission_that_cannot_be_understood_comes_with_the_reason(bus: Bus, demo_bus: Bus) -> None:
     subject = "tinker.v1.submit.demo.m"
     await demo_bus.js.publish(
@@ -144,6 +158,34 @@ async def test_a_subject_that_is_no_escaped_id_is_dropped_and_counted(bus: Bus, 
     assert reader.skipped == 1
 
 
+@pytest.mark.parametrize("user", ["demo", "server"])  # a server publishes as on a broker without accounts
+@pytest.mark.parametrize(
+    ("subject", "headers"),
+    [
+        (b"m", b"NATS/1.0"),
+        (b"m", b"?"),
+        (b"m", b"NATS/1.0 \xff\xff\xff\r\n\r\n"),
+        (b"m", b"NATS/1.0 404 \xff\r\n\r\n"),
+        (b"m", b"NATS/1.0\r\n\xff\xfe: \xff\r\n\r\n"),
+        (b"m", b"NATS/1.0\r\nno colon\r\n\r\n"),
+        (b"m", b"NATS/1.0\r\nStatus: 100\r\n\r\n"),
+        (b"m", b"NATS/1.0 409 Consumer Deleted\r\n\r\n"),
+        (b"\xff\xfe", b"NATS/1.0\r\n\r\n"),
+    ],
+)
+async def test_no_bytes_of_a_publisher_stop_the_intake(
+    broker: EmbeddedBroker, bus: Bus, demo_bus: Bus, subject: bytes, headers: bytes, user: str
+) -> None:
+    credentials = broker.credentials if user == "server" else broker.tenant_credentials("demo")
+    await raw.publish(broker.url, credentials, b"tinker.v1.submit.demo." + subject, headers, b"x")
+    await Submitter(demo_bus, "demo").submit("m", step(1))
+    reader = SubmitReader(bus)
+    found = await take(reader, 2 - (subject != b"m"))
+    assert found[-1].submission == step(1)
+    assert reader.skipped == (subject != b"m")
+    await until(lambda: _empty(bus))
+
+
 async def test_a_full_queue_refuses_that_model_alone(bus: Bus, demo_bus: Bus) -> None:
     await ensure_streams(bus, submit_max_msgs_per_model=2)
     submitter = Submitter(demo_bus, "demo")
@@ -165,7 +207,7 @@ async def test_another_tenants_queue_is_closed(demo_bus: Bus) -> None:
 async def test_a_batch_above_the_brokers_limit_is_refused_with_both_sizes(demo_bus: Bus) -> None:
     tensor = Tensor(dtype="int32", shape=(3_000_000,), data=bytes(12_000_000))
     op = ForwardBackward(data=(Datum(model_input=tensor, loss_fn_inputs={}),), loss=LossChoice(name="x"))
-    with pytest.raises(MessageTooLarge, match="has 120000.. bytes; the broker takes 8387584"):
+    with pytest.raises(MessageTooLarge, match=r"has 12000\d\d\d bytes; the broker takes 8387584"):
         await Submitter(demo_bus, "demo").submit("m", Submission(seq_id=1, op=op))
     await Submitter(demo_bus, "demo").submit("m", step(1))
 

@@ -27,10 +27,20 @@ WAIT_S = 10
 LORA = LoraConfig(rank=4)
 
 
+@contextlib.asynccontextmanager
+async def taking(service: Service) -> AsyncIterator[Intake]:
+    """An intake at work; it leaves the queue empty, which all tests share."""
+    intake = Intake(service.bus, service.log, service.tables, service.results)
+    async with running(intake.run()):
+        yield intake
+        async with asyncio.timeout(WAIT_S):
+            while (await service.bus.js.stream_info(subjects.SUBMIT_STREAM)).state.messages:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+
+
 @pytest.fixture
 async def intake(service: Service) -> AsyncIterator[Intake]:
-    started = Intake(service.bus, service.log, service.tables, service.results)
-    async with running(started.run()):
+    async with taking(service) as started:
         yield started
 
 
@@ -200,10 +210,10 @@ async def test_an_operation_that_overtook_its_creation_waits_for_it(
     """As after the death of an intake that held the creation: it comes again, later than what followed it."""
     alice = alice_alone
     creating = asyncio.create_task(alice.create_model(model_id, base_model="tiny", lora=LORA))
-    held = await anext(SubmitReader(service.bus).read())
+    async with contextlib.aclosing(SubmitReader(service.bus).read()) as dying:
+        held = await anext(dying)
     step = await alice.attach(model_id, 1).optim_step()
-    intake = Intake(service.bus, service.log, service.tables, service.results)
-    async with running(intake.run()):
+    async with taking(service):
         await asyncio.sleep(0.2)
         await held.nak(0)
         await asyncio.wait_for(creating, WAIT_S)
@@ -219,8 +229,7 @@ async def alice_alone(service: Service) -> AsyncIterator[Client]:
 async def test_two_intakes_append_once(
     service: Service, intake: Intake, alice: Client, model_id: str
 ) -> None:
-    other = Intake(service.bus, service.log, service.tables, service.results)
-    async with running(other.run()):
+    async with taking(service):
         model = await alice.create_model(model_id, base_model="tiny", lora=LORA)
         pending = [await model.optim_step(learning_rate=i) for i in range(20)]
         rates = [(await step.result(WAIT_S)).metrics["learning_rate"] for step in pending]
@@ -232,14 +241,28 @@ async def test_a_broker_killed_while_submissions_come_in_loses_and_doubles_none(
     tmp_path: Path, model_id: str
 ) -> None:
     with EmbeddedBroker(tmp_path / "broker", PASSWORDS) as broker:
-        async with service_on(broker, tmp_path) as service:
-            intake = Intake(service.bus, service.log, service.tables, service.results)
-            async with running(intake.run()), tenant(service, ALICE) as alice:
-                model = await alice.create_model(model_id, base_model="tiny", lora=LORA)
-                first = [await model.optim_step(learning_rate=i) for i in range(5)]
-                restarting = asyncio.create_task(asyncio.to_thread(broker.restart, kill=True))
-                second = [await model.optim_step(learning_rate=i) for i in range(5, 10)]
-                await restarting
-                rates = [(await step.result(WAIT_S)).metrics["learning_rate"] for step in first + second]
+        async with service_on(broker, tmp_path) as service, taking(service), tenant(service, ALICE) as alice:
+            model = await alice.create_model(model_id, base_model="tiny", lora=LORA)
+            first = [await model.optim_step(learning_rate=i) for i in range(5)]
+            restarting = asyncio.create_task(asyncio.to_thread(broker.restart, kill=True))
+            second = [await model.optim_step(learning_rate=i) for i in range(5, 10)]
+            await restarting
+            rates = [(await step.result(WAIT_S)).metrics["learning_rate"] for step in first + second]
     assert rates == [float(i) for i in range(10)]
     assert [seq for _, seq, _ in service.dispatcher.ran] == list(range(11))
+
+
+async def test_what_an_intake_had_fetched_when_it_stopped_goes_to_the_next_at_once(
+    service: Service, alice_alone: Client, model_id: str
+) -> None:
+    creating = asyncio.create_task(alice_alone.create_model(model_id, base_model="tiny", lora=LORA))
+    async with contextlib.aclosing(SubmitReader(service.bus).read()) as stopping:
+        held = await anext(stopping)
+        model = alice_alone.attach(model_id, 1)
+        steps = [await model.optim_step(learning_rate=i) for i in range(10)]
+        await held.nak(0)
+    async with taking(service):
+        await asyncio.wait_for(creating, WAIT_S)
+        assert [(await step.result(WAIT_S)).metrics["learning_rate"] for step in steps] == [
+            float(i) for i in range(10)
+        ]

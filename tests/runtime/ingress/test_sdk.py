@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
 import tinker
 from tinker import types
 
+from bus.connection import BrokerUnreachable
+from bus.embedded import EmbeddedBroker
+from bus.log import Appended, LogEntry, OpsLog
 from runtime.config import Client
+from tests.runtime.conftest import PASSWORDS, service_on
 from tests.runtime.stand_in import CONTEXT, MODEL_DIR, Replica, Service
 
 WAIT_S = 20
@@ -43,11 +49,23 @@ def datum(*targets: int) -> types.Datum:
     )
 
 
-@pytest.fixture
-async def connect(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Connect]:
+@contextlib.asynccontextmanager
+async def connected(replica: Replica) -> AsyncIterator[tinker.ServiceClient]:
+    client = tinker.ServiceClient(base_url=replica.url, api_key="tml-alice")
+    yield client
+    await finished(client)
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TINKER_API_KEY", "TINKER_BASE_URL", "TINKER_PROJECT_ID", "TINKER_TAGS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
+
+
+@pytest.fixture
+async def connect() -> AsyncIterator[Connect]:
+    """Clients that are closed when the test ends, before the server is."""
     opened: list[tinker.ServiceClient] = []
 
     def start(replica: Replica, key: str = "tml-alice") -> tinker.ServiceClient:
@@ -200,3 +218,56 @@ async def test_closing_the_client_ends_session_and_model(
     await finished(client)
     assert await service.results.wait("alice", ended, None, WAIT_S) is not None
     assert (await blocking(training.get_info)).model_id != ended
+
+
+async def test_a_post_whose_answer_was_lost_is_sent_again_and_runs_once(
+    service: Service, connect: Connect
+) -> None:
+    """The SDK sees 429 although the broker has stored the request, as when the answer comes too late."""
+
+    class LosesFirstAnswers(OpsLog):
+        lost: ClassVar[set[str]] = set()
+
+        async def append(self, entry: LogEntry, **options: Any) -> Appended:
+            appended = await super().append(entry, **options)
+            if entry.request_id not in self.lost:
+                self.lost.add(entry.request_id)
+                raise BrokerUnreachable("the answer was lost")
+            return appended
+
+    replica = await service.replica(log=LosesFirstAnswers(service.bus, service.group))
+    training = await create(connect(replica))
+    call = await blocking(
+        training.forward_backward, [datum(8)], "cross_entropy", {"beta": 0.5, "a": 1, "z": 2}
+    )
+    step = await blocking(training.optim_step, types.AdamParams())
+    assert (await result(call)).metrics["loss:sum"] == 1.0
+    assert (await result(step)).metrics
+    assert [seq for _, seq, _ in service.dispatcher.ran] == [0, 1, 2]
+    assert len(LosesFirstAnswers.lost) == 3
+
+
+async def test_training_goes_on_when_the_broker_is_killed_and_comes_back(tmp_path: Path) -> None:
+    with EmbeddedBroker(tmp_path / "broker", PASSWORDS) as broker:
+        async with service_on(broker, tmp_path) as service, connected(await service.replica()) as client:
+            training = await create(client)
+
+            async def passes(numbers: range) -> list[Any]:
+                return [
+                    await blocking(training.forward_backward, [datum(8 * i)], "cross_entropy")
+                    for i in numbers
+                ]
+
+            calls = await passes(range(3))
+            restarting = asyncio.create_task(asyncio.to_thread(broker.restart, kill=True, down_s=0.5))
+            calls += await passes(range(3, 6))
+            await restarting
+            assert [(await result(call)).metrics["loss:sum"] for call in calls] == [
+                0.0,
+                1.0,
+                2.0,
+                3.0,
+                4.0,
+                5.0,
+            ]
+            assert [seq for _, seq, _ in service.dispatcher.ran] == list(range(7))

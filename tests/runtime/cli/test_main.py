@@ -1,0 +1,49 @@
+"""The command line: quick to answer, and clear about what it refuses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from runtime.cli.main import app
+
+HEAVY = ("torch", "ray", "megatron", "transformers", "fastapi", "nats", "numpy", "pydantic", "uvicorn")
+
+
+def test_help_imports_nothing_heavy() -> None:
+    """What makes `tinkerbus --help` take less than half a second."""
+    code = f"import sys, runtime.cli.main; print([name for name in {HEAVY!r} if name in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+def test_help_names_the_commands() -> None:
+    result = CliRunner().invoke(app, ["--help"])
+    assert result.exit_code == 0
+    assert "up" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--tp", "2"], "layout.tp is 2, but this release runs layout.tp = 1 only"),
+        (["--dp", "0"], "command line: layout.dp is 0: expected `int` >= 1"),
+        (["--port", "70000"], "command line: http.port is 70000: expected `int` <= 65535"),
+        (["--config", "none.toml"], "config file none.toml cannot be read"),
+    ],
+)
+def test_a_bad_setting_ends_up_with_one_line(
+    arguments: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["up", *arguments])
+    assert result.exit_code == 2
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1
+    assert says in lines[0]
+    assert lines[0].startswith("tinkerbus: ")
+    assert list(tmp_path.iterdir()) == []
