@@ -45,9 +45,13 @@ def of_refusal(
     field: str | None,
     sent: bytes,
     content_type: str = MSGPACK,
+    verb: str | None = None,
 ) -> LogEntry:
-    """A request that is refused; `sent` is the body as it came, and what its hash is of."""
-    op = Refused(error=error, field=field)
+    """A request that is refused; `sent` is the body as it came, and what its hash is of.
+
+    `verb` is the operation it would have been: only the loss of a `forward_backward` concerns the step behind it.
+    """
+    op = Refused(error=error, field=field, verb=verb)
     return replace(of_op(tenant, model_id, seq_id, op, content_type), body_hash=log.body_hash(sent, MSGPACK))
 
 
@@ -57,7 +61,9 @@ def fitted(bus: Bus, entry: LogEntry) -> LogEntry:
     if len(entry.body) <= limit:
         return entry
     error = f"the request has {len(entry.body)} bytes; the limit is {limit} in one request"
-    return of_refusal(entry.tenant, entry.model_id, entry.seq_id, error, None, entry.body, entry.content_type)
+    return of_refusal(
+        entry.tenant, entry.model_id, entry.seq_id, error, None, entry.body, entry.content_type, entry.verb
+    )
 
 
 def _verb(op: Op) -> str:

@@ -25,13 +25,13 @@ CAPITALS = range(ord("A"), ord("Z") + 1)
 class Plan:
     """How much of it."""
 
-    rollouts: int = 2
+    rollouts: int = 3
     """How often the policy is sampled anew."""
-    steps: int = 4
+    steps: int = 3
     """On each batch of rollouts."""
-    samples: int = 8
+    samples: int = 16
     """Of each prompt."""
-    learning_rate: float = 2e-3
+    learning_rate: float = 1e-3
     vocab: int = 320
     """Of `tiny`."""
     seed: int = 7

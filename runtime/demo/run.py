@@ -57,10 +57,10 @@ def _tiny(folder: Path, output: Path, screen: Screen) -> None:
         policy = tour.policy()
         events, by_hand = tour.events()
     rows = [
-        table.of_training("supervised, ROT13", "SDK", supervised),
-        table.of_policy(policy),
-        table.of_training("supervised, ROT13", "NATS, msgpack", events),
-        table.of_op_by_hand(by_hand),
+        table.of_training("ROT13", "SDK", supervised),
+        table.of_policy("capitals", "SDK", policy),
+        table.of_training("ROT13", "NATS msgpack", events),
+        table.of_op_by_hand("one forward", "NATS JSON", by_hand),
     ]
     _show(rows, {"SDK": supervised, "NATS": events}, policy.steps, output, screen)
 

@@ -23,7 +23,7 @@ class Screen:
     def phase(self, name: str, title: str) -> Iterator[None]:
         """Say what begins; `name` is what it is timed under."""
         began = time.monotonic()
-        self._console.print(title, style="bold")
+        self._console.print(title, style="bold", soft_wrap=True)
         try:
             if self._console.is_terminal:
                 with self._console.status(title) as self._status:
@@ -42,7 +42,7 @@ class Screen:
             self.line(word)
 
     def line(self, text: str) -> None:
-        self._console.print(f"  {text}", markup=False)
+        self._console.print(f"  {text}", markup=False, soft_wrap=True)
 
     def show(self, what: RenderableType) -> None:
         self._console.print(what)

@@ -6,16 +6,20 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from rich import box
 from rich.table import Table
 
 from runtime.demo.records import ByHand, PolicyRun, Training
 
+CAPTION = "before, after: untrained, trained (nats and perplexity: held out); gap: mean |lp − q|"
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line; `before`, `after` and `gap` are ready to read."""
+    """One line, ready to read."""
 
-    what: str
+    task: str
+    """And what `before` and `after` are measured in."""
     client: str
     steps: str
     before: str
@@ -24,50 +28,55 @@ class Row:
     gap: str = "–"
 
 
-def of_training(what: str, client: str, run: Training) -> Row:
+def of_training(task: str, client: str, run: Training) -> Row:
     """Losses on held-out examples, in nats per trained token."""
     return Row(
-        what,
-        client,
-        str(len(run.losses)),
-        f"{run.before:.3f} nats",
-        f"{run.after:.3f} nats",
-        _throughput(run.tokens, run.seconds),
+        task=f"{task}, nats",
+        client=client,
+        steps=str(len(run.losses)),
+        before=f"{run.before:.3f}",
+        after=f"{run.after:.3f}",
+        throughput=_throughput(run.tokens, run.seconds),
     )
 
 
-def of_perplexity(what: str, client: str, run: Training) -> Row:
+def of_perplexity(task: str, client: str, run: Training) -> Row:
     """The same in perplexities, as one says of a language model."""
-    before, after = math.exp(run.before), math.exp(run.after)
     return replace(
-        of_training(what, client, run), before=f"perplexity {before:.1f}", after=f"perplexity {after:.1f}"
+        of_training(task, client, run),
+        task=f"{task}, perplexity",
+        before=f"{math.exp(run.before):.1f}",
+        after=f"{math.exp(run.after):.1f}",
     )
 
 
-def of_policy(run: PolicyRun) -> Row:
+def of_policy(task: str, client: str, run: PolicyRun) -> Row:
+    """Expected rewards, and the least and the largest mean gap of a step."""
+    gaps = [step.gap for step in run.steps]
     return Row(
-        "importance sampling",
-        "SDK",
-        str(len(run.steps)),
-        f"reward {run.before:.2f}",
-        f"reward {run.after:.2f}",
-        _throughput(run.tokens, run.seconds),
-        f"{min(s.gap for s in run.steps):.3f} to {max(s.gap for s in run.steps):.3f}",
+        task=f"{task}, reward",
+        client=client,
+        steps=str(len(run.steps)),
+        before=f"{run.before:.3f}",
+        after=f"{run.after:.3f}",
+        throughput=_throughput(run.tokens, run.seconds),
+        gap=f"{min(gaps):.2g}–{max(gaps):.2f}",
     )
 
 
-def of_op_by_hand(op: ByHand) -> Row:
-    return Row("one forward", "NATS, JSON", "–", "–", f"{op.loss:.3f} nats", "–")
+def of_op_by_hand(task: str, client: str, op: ByHand) -> Row:
+    return Row(f"{task}, nats", client, steps="–", before="–", after=f"{op.loss:.3f}", throughput="–")
 
 
 def table(rows: Sequence[Row]) -> Table:
-    shown = Table(title="What the demo trained", title_justify="left")
-    shown.add_column("what", no_wrap=True)
+    """Fits into 80 columns."""
+    shown = Table(box=box.SIMPLE_HEAD, caption=CAPTION)
+    shown.add_column("task, unit", no_wrap=True)
     shown.add_column("through", no_wrap=True)
-    for head in ("steps", "before", "after", "tokens/s", "gap |d|"):
+    for head in ("steps", "before", "after", "tok/s", "gap"):
         shown.add_column(head, justify="right", no_wrap=True)
     for row in rows:
-        shown.add_row(row.what, row.client, row.steps, row.before, row.after, row.throughput, row.gap)
+        shown.add_row(row.task, row.client, row.steps, row.before, row.after, row.throughput, row.gap)
     return shown
 
 

@@ -42,9 +42,14 @@ async def accept(deps: Deps, entry: LogEntry) -> Response:
 
 
 async def accept_json(
-    deps: Deps, tenant: str, sent: bytes, fields: dict[str, Any], read: Callable[[dict[str, Any]], Op]
+    deps: Deps,
+    tenant: str,
+    verb: str,
+    sent: bytes,
+    fields: dict[str, Any],
+    read: Callable[[dict[str, Any]], Op],
 ) -> Response:
-    """A numbered JSON request. What `read` refuses with CodecError goes on as a refusal, and fails as a future.
+    """A numbered JSON request. What `read` refuses with CodecError goes on as a refused `verb`, and fails as a future.
 
     400 where `model_id` or `seq_id` cannot be read, 404 where the model is not the tenant's.
     """
@@ -54,7 +59,7 @@ async def accept_json(
     try:
         entry = entries.of_op(tenant, model_id, seq_id, read(fields))
     except CodecError as error:
-        entry = entries.of_refusal(tenant, model_id, seq_id, str(error), error.field, sent)
+        entry = entries.of_refusal(tenant, model_id, seq_id, str(error), error.field, sent, verb=verb)
     return await accept(deps, entry)
 
 

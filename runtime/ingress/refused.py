@@ -50,14 +50,16 @@ async def load_weights(request: Request, tenant: Caller, deps: Injected) -> Resp
     """Into a model, or as a new one of a session: either way its future fails."""
     sent, fields = await read_json(request)
     if "model_id" in fields:
-        return await accept_json(deps, tenant, sent, fields, refuse(not_served("load_weights")))
+        return await accept_json(
+            deps, tenant, "load_weights", sent, fields, refuse(not_served("load_weights"))
+        )
     return await begin_model(deps, tenant, sent, fields, CodecError(not_served("load_weights")))
 
 
 def _add_numbered(endpoint: str) -> None:
     async def respond(request: Request, tenant: Caller, deps: Injected) -> Response:
         sent, fields = await read_json(request)
-        return await accept_json(deps, tenant, sent, fields, refuse(not_served(endpoint)))
+        return await accept_json(deps, tenant, endpoint, sent, fields, refuse(not_served(endpoint)))
 
     router.add_api_route(f"/{endpoint}", respond, methods=["POST"], name=endpoint)
 

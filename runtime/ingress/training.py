@@ -30,7 +30,9 @@ async def forward_backward(request: Request, tenant: Caller, deps: Injected) -> 
         if kind != JSON:
             raise HTTPException(400, wrong)
         sent, fields = await read_json(request)
-        return await accept_json(deps, tenant, sent, fields, refuse(wrong, "Content-Type"))
+        return await accept_json(
+            deps, tenant, entries.FORWARD_BACKWARD, sent, fields, refuse(wrong, "Content-Type")
+        )
     body = await read_body(request, deps.settings.http.max_body_bytes)
     try:
         entry = await off_loop(len(body), _entry, tenant, body)
@@ -43,7 +45,7 @@ async def forward_backward(request: Request, tenant: Caller, deps: Injected) -> 
 @router.post("/optim_step")
 async def optim_step(request: Request, tenant: Caller, deps: Injected) -> Response:
     sent, fields = await read_json(request)
-    return await accept_json(deps, tenant, sent, fields, read_optim_step)
+    return await accept_json(deps, tenant, "optim_step", sent, fields, read_optim_step)
 
 
 def _entry(tenant: str, body: bytes) -> LogEntry:

@@ -5,67 +5,31 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import pytest_asyncio
 import torch
 
 from actors.engine import EngineConfig
-from actors.group import GroupConfig, MegatronGroup, RequestOutput, assemble
+from actors.group import GroupConfig, MegatronGroup, RequestOutput
 from actors.layout import Layout
 from actors.lora import AdapterConfig
-from actors.loss_pass import MicrobatchOutput
 from actors.packing import PackingConfig
 from actors.window import PassFailed, WindowIncomplete
 from bus.events import AdamParams
 from tests.support import dumps
 from tests.support.requests import datums, packed, random_request
 
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+
 ONE_BY_ONE = PackingConfig(max_datums_per_microbatch=1)
 ADAM = AdamParams(learning_rate=1e-2)
 ADAPTER = AdapterConfig(rank=4, alpha=32, seed=1)
 
 
-# ------------------------------------------------------------------------------------------------- assemble
-
-
-def answer(index: int, *logprobs: list[float], loss: float = 0.0) -> MicrobatchOutput:
-    arrays = [np.float32(values) for values in logprobs]
-    return MicrobatchOutput(index, arrays, {"loss:sum": loss, "rollout_gap_abs:max": loss})
-
-
-def test_outputs_come_back_in_the_requests_order_whichever_rank_ran_them() -> None:
-    request = SimpleNamespace(microbatches=((0, 3), (1, 4), (2,)), lengths=(2, 1, 3, 2, 1))
-    of_rank_0 = [answer(0, [0.0, 0.5], [3.0, 3.5], loss=1.0), answer(2, [2.0, 2.25, 2.5], loss=0.25)]
-    of_rank_1 = [answer(1, [1.0], [4.0], loss=8.0)]
-    for parts in (of_rank_0 + of_rank_1, of_rank_1 + of_rank_0, of_rank_0[::-1] + of_rank_1):
-        output = assemble(request, parts)  # type: ignore[arg-type]
-        assert [values.tolist() for values in output.logprobs] == [
-            [0.0, 0.5],
-            [1.0],
-            [2.0, 2.25, 2.5],
-            [3.0, 3.5],
-            [4.0],
-        ]
-        assert output.metrics == {"loss:sum": 9.25, "rollout_gap_abs:max": 8.0}
-
-
-@pytest.mark.parametrize("indices", [[0, 2], [0, 1, 1, 2], [], [0, 1, 2, 3]])
-def test_an_answer_that_is_missing_or_twice_there_is_an_error(indices: list[int]) -> None:
-    request = SimpleNamespace(microbatches=((0,), (1,), (2,)), lengths=(1, 1, 1))
-    with pytest.raises(RuntimeError, match="of 3"):
-        assemble(request, [answer(i, [0.0]) for i in indices])  # type: ignore[arg-type]
-
-
-# --------------------------------------------------------------------------- two ranks, sharded optimizer
-
-# One group for all of these: most of their time is the ranks' imports.
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def two_ranks(ray_cluster: None, small_folder: Path, dump_folder: Path) -> AsyncIterator[MegatronGroup]:
+    """DP = 2 with the distributed optimizer. One group for all: most of the time is the ranks\' imports."""
     layout = Layout(dp=2, distributed_optimizer=True)
     group = await MegatronGroup.start(
         GroupConfig(EngineConfig(small_folder, layout, dump_gradients=dump_folder))
@@ -80,8 +44,6 @@ def of_ranks(folder: Path, model_id: str, step: int, kind: str) -> list[torch.Te
     return [dumps.vector(dumps.read(folder, model_id, step, rank)[kind]) for rank in range(2)]
 
 
-@pytest.mark.slow
-@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("forward_only", [False, True], ids=["forward_backward", "forward"])
 async def test_requests_of_fewer_datums_than_ranks_or_an_odd_number_finish(
     two_ranks: MegatronGroup, forward_only: bool
@@ -104,8 +66,6 @@ async def test_requests_of_fewer_datums_than_ranks_or_an_odd_number_finish(
     assert together.metrics["loss:sum"] == pytest.approx(sum(losses), rel=1e-12)
 
 
-@pytest.mark.slow
-@pytest.mark.asyncio(loop_scope="module")
 async def test_windows_of_two_one_and_three_microbatches_leave_equal_weights_on_every_rank(
     two_ranks: MegatronGroup, dump_folder: Path
 ) -> None:
@@ -124,8 +84,6 @@ async def test_windows_of_two_one_and_three_microbatches_leave_equal_weights_on_
     )
 
 
-@pytest.mark.slow
-@pytest.mark.asyncio(loop_scope="module")
 async def test_a_pass_that_fails_on_one_rank_fails_on_all_and_is_undone_on_all(
     two_ranks: MegatronGroup, dump_folder: Path
 ) -> None:
@@ -147,8 +105,6 @@ async def test_a_pass_that_fails_on_one_rank_fails_on_all_and_is_undone_on_all(
         assert all(map(torch.equal, found, wanted))
 
 
-@pytest.mark.slow
-@pytest.mark.asyncio(loop_scope="module")
 async def test_a_step_queued_behind_a_call_that_fails_fails_too_and_names_it(
     two_ranks: MegatronGroup,
 ) -> None:
@@ -164,8 +120,6 @@ async def test_a_step_queued_behind_a_call_that_fails_fails_too_and_names_it(
     assert (await two_ranks.optim_step("behind", ADAM)).grad_norm == 0.0
 
 
-@pytest.mark.slow
-@pytest.mark.asyncio(loop_scope="module")
 async def test_a_gradient_that_is_not_finite_on_one_rank_vetoes_the_step_on_all(
     two_ranks: MegatronGroup, dump_folder: Path
 ) -> None:
@@ -191,8 +145,6 @@ async def test_a_gradient_that_is_not_finite_on_one_rank_vetoes_the_step_on_all(
     assert torch.isfinite(after[0]).all()
 
 
-@pytest.mark.slow
-@pytest.mark.asyncio(loop_scope="module")
 async def test_models_that_take_turns_have_the_bits_they_have_alone(
     two_ranks: MegatronGroup, dump_folder: Path
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from itertools import permutations
 from pathlib import Path
@@ -33,9 +32,6 @@ def run(model: Model, tokens: Sequence[torch.Tensor], inputs: Sequence[DatumInpu
     """One window of one call, and the step that ends it."""
     model.call(packed(tokens, inputs, **kwargs))
     return model.step()
-
-
-# ------------------------------------------------------------------------------------------------ outputs
 
 
 @pytest.mark.parametrize("order", list(permutations(range(5)))[::17], ids=str)
@@ -81,7 +77,29 @@ def test_the_server_shifts_nothing(small_model: NewModel, transformers_model: to
     assert output.metrics["loss:sum"] == pytest.approx(wanted, abs=1e-5)
 
 
-# -------------------------------------------------------------------------------------------- sum semantics
+def test_targets_that_wait_for_their_turn_do_not_mix_datums_of_one_and_of_k_targets(
+    small_model: NewModel,
+) -> None:
+    """A 1-D datum beside a (N, 3) one gets 1-D logprobs, equal to those it has alone."""
+    model = small_model(b_seed=1)
+    tokens, inputs = datums((4, 6), seed=11)
+    wide = DatumInputs(6, {"target_tokens": torch.arange(18).view(6, 3)})
+    mixed = model.call(packed(tokens, [inputs[0], wide], forward_only=True))
+    alone = model.call(packed(tokens[:1], inputs[:1], forward_only=True))
+    assert mixed.logprobs[0].shape == (4,)
+    assert mixed.logprobs[1].shape == (6, 3)
+    assert np.abs(mixed.logprobs[0] - alone.logprobs[0]).max() <= ROUNDING
+
+
+def test_a_request_whose_microbatches_are_many_is_merged_in_order(small_model: NewModel) -> None:
+    model = small_model(b_seed=1)
+    one = model.call(random_request(LENGTHS, seed=12, forward_only=True))
+    packing = PackingConfig(max_tokens_per_microbatch=12)
+    many = model.call(random_request(LENGTHS, seed=12, packing=packing, forward_only=True))
+    assert len(random_request(LENGTHS, seed=12, packing=packing).microbatches) == 4
+    for found, wanted in zip(many.logprobs, one.logprobs, strict=True):
+        assert np.abs(found - wanted).max() <= ROUNDING
+    assert many.metrics == pytest.approx(one.metrics, abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -116,142 +134,3 @@ def test_loss_and_gradient_are_sums_over_any_partition_of_the_datums(
     assert step.report.window_calls == len(parts)
     assert step.report.window_tokens == sum(lengths)
     assert dumps.relative_l2(dumps.vector(step.gradient), dumps.vector(whole.step().gradient)) <= 2e-6
-
-
-# ------------------------------------------------------------------------------------ weights and advantages
-
-
-@pytest.mark.parametrize("scale", [1 / 64, -1.0, -0.5, 256.0])
-def test_a_weight_that_is_a_power_of_two_scales_loss_and_gradient_exactly(
-    small_model: NewModel, scale: float
-) -> None:
-    tokens, ones = datums(LENGTHS, seed=5, weight=1.0)
-    _, scaled = datums(LENGTHS, seed=5, weight=scale)
-    one, other = small_model(b_seed=1), small_model(b_seed=1)
-    plain, weighed = one.call(packed(tokens, ones)), other.call(packed(tokens, scaled))
-    assert weighed.metrics["loss:sum"] == scale * plain.metrics["loss:sum"]
-    gradient, reweighed = one.step(), other.step()
-    assert reweighed.report.grad_norm == abs(scale) * gradient.report.grad_norm
-    for name, values in gradient.gradient.items():
-        assert torch.equal(reweighed.gradient[name], scale * values), name
-
-
-def test_weights_of_zero_give_loss_zero_no_gradient_and_real_logprobs(
-    small_model: NewModel, transformers_model: torch.nn.Module
-) -> None:
-    tokens, inputs = datums(LENGTHS, seed=6, weight=0.0)
-    model = small_model()
-    output = model.call(packed(tokens, inputs))
-    assert output.metrics["loss:sum"] == 0.0
-    assert output.metrics["loss_tokens:sum"] == 0
-    assert output.metrics["tokens:sum"] == sum(LENGTHS)
-    with torch.no_grad():
-        wanted = [
-            torch.log_softmax(transformers_model(input_ids=t[None]).logits[0], -1).gather(
-                1, d.tensors["target_tokens"][:, None]
-            )[:, 0]
-            for t, d in zip(tokens, inputs, strict=True)
-        ]
-    assert reference.worst(output.logprobs, wanted) <= 1e-5
-    step = model.step()
-    assert step.report.grad_norm == 0.0
-    assert all((values == 0).all() for values in step.gradient.values())
-
-
-def test_a_datum_without_weight_adds_no_bit_to_the_gradient(small_model: NewModel) -> None:
-    tokens, inputs = datums(LENGTHS, seed=7)
-    zero_tokens, zero_inputs = datums((6,), seed=8, weight=0.0)
-    packing = PackingConfig(max_datums_per_microbatch=1)
-    alone = run(small_model(b_seed=1), tokens, inputs, packing=packing)
-    joined = run(small_model(b_seed=1), tokens + zero_tokens, inputs + zero_inputs, packing=packing)
-    for name, values in alone.gradient.items():
-        assert torch.equal(joined.gradient[name], values), name
-
-
-@pytest.mark.parametrize(
-    ("loss", "advantage", "per_token"),
-    [
-        ("importance_sampling", 2.0, -3.297443),
-        ("ppo", 2.0, -2.4),  # the ratio e^0.5 is clipped at 1.2
-        ("ppo", -2.0, 3.297443),  # pessimistic: not clipped where the advantage is negative
-        ("cispo", 2.0, None),
-        ("dro", 2.0, None),
-    ],
-)
-def test_losses_have_their_closed_form_where_every_ratio_is_the_root_of_e(
-    small_model: NewModel, loss: str, advantage: float, per_token: float | None
-) -> None:
-    model = small_model(b_seed=1)
-    tokens, inputs = datums(LENGTHS, seed=9, weight=0.0)
-    lp = [torch.from_numpy(x) for x in model.call(packed(tokens, inputs, forward_only=True)).logprobs]
-    probes = [
-        DatumInputs(
-            d.length,
-            {
-                "target_tokens": d.tensors["target_tokens"],
-                "logprobs": values - 0.5,
-                "advantages": torch.full((d.length,), advantage),
-            },
-        )
-        for d, values in zip(inputs, lp, strict=True)
-    ]
-    metrics = model.call(packed(tokens, probes, loss=loss)).metrics
-    N, total = sum(LENGTHS), float(torch.cat(lp).double().sum())
-    wanted = {
-        "cispo": -math.exp(0.5) * advantage * total,  # e^0.5 is below the bound of 4
-        "dro": -(advantage * total - 0.5 * 0.05 * 0.25 * N),
-    }.get(loss, per_token and per_token * N)
-    assert metrics["loss:sum"] == pytest.approx(wanted, rel=1e-6)
-    assert metrics["rollout_gap:sum"] / metrics["rollout_tokens:sum"] == pytest.approx(0.5, abs=1e-6)
-
-
-# --------------------------------------------------------------------------------------- masked positions
-
-
-@pytest.mark.parametrize("loss", ["importance_sampling", "ppo", "cispo", "dro"])
-@pytest.mark.parametrize("nothing", [math.nan, -math.inf])
-def test_rollout_logprobs_that_nobody_measured_change_no_bit_of_the_step(
-    small_model: NewModel, loss: str, nothing: float
-) -> None:
-    """A prompt has advantage 0; its rollout logprob is 0, or NaN, or −inf, as the client likes."""
-    tokens, inputs = datums(LENGTHS, loss=loss, seed=10)
-    steps, metrics = [], []
-    for prompt in (0.0, nothing):
-        probes = []
-        for datum in inputs:
-            tensors = {name: t.clone() for name, t in datum.tensors.items()}
-            tensors["advantages"][:2], tensors["logprobs"][:2] = 0.0, prompt
-            probes.append(DatumInputs(datum.length, tensors))
-        model = small_model(b_seed=1)
-        metrics.append(model.call(packed(tokens, probes, loss=loss)).metrics)
-        steps.append(model.step())
-    assert math.isfinite(metrics[1]["loss:sum"])
-    assert metrics[1] == metrics[0]
-    assert not steps[1].report.skipped
-    for name, values in steps[0].after.items():
-        assert torch.equal(steps[1].after[name], values), name
-
-
-def test_targets_that_wait_for_their_turn_do_not_mix_datums_of_one_and_of_k_targets(
-    small_model: NewModel,
-) -> None:
-    """A 1-D datum beside a (N, 3) one gets 1-D logprobs, equal to those it has alone."""
-    model = small_model(b_seed=1)
-    tokens, inputs = datums((4, 6), seed=11)
-    wide = DatumInputs(6, {"target_tokens": torch.arange(18).view(6, 3)})
-    mixed = model.call(packed(tokens, [inputs[0], wide], forward_only=True))
-    alone = model.call(packed(tokens[:1], inputs[:1], forward_only=True))
-    assert mixed.logprobs[0].shape == (4,)
-    assert mixed.logprobs[1].shape == (6, 3)
-    assert np.abs(mixed.logprobs[0] - alone.logprobs[0]).max() <= ROUNDING
-
-
-def test_a_request_whose_microbatches_are_many_is_merged_in_order(small_model: NewModel) -> None:
-    model = small_model(b_seed=1)
-    one = model.call(random_request(LENGTHS, seed=12, forward_only=True))
-    packing = PackingConfig(max_tokens_per_microbatch=12)
-    many = model.call(random_request(LENGTHS, seed=12, packing=packing, forward_only=True))
-    assert len(random_request(LENGTHS, seed=12, packing=packing).microbatches) == 4
-    for found, wanted in zip(many.logprobs, one.logprobs, strict=True):
-        assert np.abs(found - wanted).max() <= ROUNDING
-    assert many.metrics == pytest.approx(one.metrics, abs=1e-5)

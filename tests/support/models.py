@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -84,8 +85,19 @@ class Model:
         """`forward_backward`, or `forward` when the request says so."""
         return assemble(request, self._engine.forward_backward(self.id, request, label))
 
-    def step(self, *, accept_lost: frozenset[int] = frozenset(), **adam: Any) -> Step:
-        report = self._engine.optim_step(self.id, AdamParams(**adam), accept_lost)
+    def step(
+        self, adam: AdamParams | None = None, *, accept_lost: frozenset[int] = frozenset(), **fields: Any
+    ) -> Step:
+        """With `adam`, or the SDK's defaults; `fields` of it changed."""
+        chosen = msgspec.structs.replace(adam or AdamParams(), **fields)
+        report = self._engine.optim_step(self.id, chosen, accept_lost)
         dumped = dumps.read(self._dump, self.id, self._steps)
         self._steps += 1
         return Step(report, **dumped)
+
+
+def assert_same_bits(found: Tensors, wanted: Tensors) -> None:
+    """The same names and, element by element, the same numbers."""
+    assert found.keys() == wanted.keys()
+    for name, values in wanted.items():
+        assert torch.equal(found[name], values), name
