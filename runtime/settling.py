@@ -73,7 +73,9 @@ class Settling:
             published = await self._s.results.publish(entry.tenant, result, _answered_in(entry, outcome))
         except MessageTooLarge as error:
             too_large = msgspec.structs.replace(result, outcome=outcomes.too_large(str(error)))
-            published = await self._s.results.publish(entry.tenant, too_large)
+            published = await self._s.results.publish(
+                entry.tenant, too_large, _answered_in(entry, too_large.outcome)
+            )
         if published is Published.NEW:
             self._s.recorder.inc("tinkerbus_bus_published_messages_total", stream="results")
         return published

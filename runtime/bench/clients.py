@@ -58,7 +58,7 @@ def through_sdk(url: str, api_key: str, base_model: str, work: Workload) -> Figu
         started = time.perf_counter()
         client.forward_backward(one, "cross_entropy").result(timeout=WAIT_S)
         seconds.append(time.perf_counter() - started)
-    service.close()
+    service.close("success").result()
     return Figures("SDK", speed, percentile(seconds, 0.5) * 1e3, percentile(seconds, 0.99) * 1e3)
 
 

@@ -10,6 +10,7 @@ from runtime.demo.records import PolicyStep, Training
 
 # Okabe and Ito's palette, https://jfly.uni-koeln.de/color/: told apart by colour-blind readers, and in grey by markers.
 BLUE, ORANGE, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
+DPI = 140
 COLOURS, MARKERS = (BLUE, ORANGE), ("o", "s")
 
 
@@ -27,7 +28,7 @@ def draw(file: Path, trainings: dict[str, Training], policy: Sequence[PolicyStep
     if policy:
         _gap(axes[0, 1], policy)
     file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=140)
+    figure.savefig(file, dpi=DPI)
     pyplot.close(figure)
 
 

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from runtime.demo.records import ByHand, PolicyRun, Training
 
-CAPTION = "before, after: untrained, trained (nats and perplexity: held out); gap: mean |lp − q|"
+CAPTION = "nats and perplexity: of held-out text; gap: mean |lp − q|, by step"
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -75,7 +74,7 @@ def test_a_gradient_large_but_finite_is_no_reason_to_skip(small_model: NewModel)
     model = small_model(b_seed=1)
     tokens, inputs = datums(LENGTHS, weight=1e25)
     model.call(packed(tokens, inputs))
-    found: Any = model.step(USUAL, grad_clip_norm=1.0)
+    found = model.step(USUAL, grad_clip_norm=1.0)
     assert not found.report.skipped
     assert 1e20 < found.report.grad_norm < 1e35
     held = float(dumps.vector(found.exp_avg).norm()) / (1 - USUAL.beta1)

@@ -99,7 +99,7 @@ def test_a_finished_sessions_models_leave_no_series(one_rank: Served) -> None:
     while not values(scraped(one_rank), "tinkerbus_steps_total", model=model):
         assert time.monotonic() < deadline
         time.sleep(0.5)
-    service.close()
+    service.close("success").result(timeout=sdk.WAIT_S)
     deadline = time.monotonic() + 20
     while model.encode() in (body := scraped(one_rank)):
         assert time.monotonic() < deadline, body.decode()

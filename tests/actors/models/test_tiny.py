@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
@@ -84,11 +84,13 @@ def tokenizer(tiny_folder: Path) -> Any:
 
 
 @given(text=st.text())
+@example(text="<|im_start|>a<|im_end|>")
 @settings(max_examples=300, deadline=None)
 def test_any_text_comes_back_from_its_tokens(tokenizer: Any, text: str) -> None:
     tokens = tokenizer.encode(text, add_special_tokens=False)
-    assert len(tokens) == len(text.encode())
     assert tokenizer.decode(tokens) == text
+    if not any(special in text for special in tiny.SPECIAL_TOKENS):
+        assert len(tokens) == len(text.encode())
 
 
 def test_each_byte_has_a_token_of_its_own_below_256(tokenizer: Any) -> None:

@@ -1,0 +1,61 @@
+"""What the intake writes onto the log for a submission: its content type, its size and its identity."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from bus.client import datum
+from bus.codec import JSON, MSGPACK
+from bus.connection import HEADER_ROOM, Bus
+from bus.events import Failed, ForwardBackward, LossChoice, OptimStepDone, Outcome, Refused
+from bus.log import LogEntry
+from runtime import entries, settling
+
+OP = ForwardBackward(
+    data=(datum([1, 2], target_tokens=[2, 3], weights=[0.1, 1]),), loss=LossChoice(name="cross_entropy")
+)
+
+
+def entry(content_type: str) -> LogEntry:
+    return entries.of_op("demo", "m", 1, OP, content_type)
+
+
+@pytest.mark.parametrize("content_type", [MSGPACK, JSON])
+def test_an_operation_keeps_its_content_type_and_reads_as_it_was_sent(content_type: str) -> None:
+    assert entry(content_type).content_type == content_type
+    assert entry(content_type).op() == OP
+
+
+def test_the_same_operation_has_one_identity_in_both_content_types() -> None:
+    assert entry(JSON).body_hash == entry(MSGPACK).body_hash
+    assert entry(JSON).body != entry(MSGPACK).body
+
+
+def test_a_refusal_answers_in_the_senders_content_type() -> None:
+    refusal = entries.of_refusal("demo", "m", 1, "no", "seq_id", b"{}", JSON)
+    assert (refusal.content_type, refusal.op()) == (JSON, Refused(error="no", field="seq_id"))
+
+
+def test_what_is_too_long_is_refused_in_the_senders_content_type() -> None:
+    narrow = cast(Bus, SimpleNamespace(max_payload=HEADER_ROOM + len(entry(JSON).body) - 1))
+    refusal = entries.fitted(narrow, entry(JSON))
+    assert refusal.content_type == JSON
+    assert isinstance(refusal.op(), Refused)
+
+
+@pytest.mark.parametrize(
+    ("content_type", "outcome", "answer"),
+    [
+        (JSON, OptimStepDone(metrics={"grad_norm": 1.0}), JSON),
+        (JSON, OptimStepDone(metrics={"grad_norm": float("inf")}), MSGPACK),
+        (JSON, Failed(error="no", category="user"), JSON),
+        (MSGPACK, OptimStepDone(metrics={"grad_norm": 1.0}), MSGPACK),
+    ],
+)
+def test_json_is_answered_in_json_unless_a_metric_has_no_word_in_it(
+    content_type: str, outcome: Outcome, answer: Any
+) -> None:
+    assert settling._answered_in(entry(content_type), outcome) == answer
