@@ -82,12 +82,12 @@ def _service(model: str, folder: Path, output: Path, screen: Screen) -> Iterator
             from runtime.demo.tour import Tour  # some seconds of imports, while the service starts
 
             endpoints = server.ready()
-            screen.line(f"{endpoints.http} and {endpoints.nats}")
+            screen.line(f"serving {endpoints.http}, {endpoints.nats} and {endpoints.metrics}")
             tour = Tour(endpoints, screen)
         yield tour
         with screen.phase("stop", "Stopping everything"):
+            _keep_metrics(endpoints.metrics, output / METRICS)  # the SDK's models and their series still live
             tour.leave()
-            _keep_metrics(endpoints.metrics, output / METRICS)
             stack.close()
 
 

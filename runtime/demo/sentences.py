@@ -1,4 +1,4 @@
-"""A handful of sentences in one voice, for a pretrained model to pick up: a lighthouse keeper's log."""
+"""A handful of sentences in one voice, for a pretrained model to pick up: a lighthouse keeper's diary."""
 
 from __future__ import annotations
 
@@ -8,17 +8,26 @@ from pathlib import Path
 from runtime.demo.rot13 import Example
 
 TRAINING = (
-    "Lamp lit at dusk, oil at nine gallons. Wind north-west and rising, two sails to seaward, none in trouble.",
-    "Lamp lit at dusk, oil at eight gallons. Wind west and steady, one sail to seaward, standing well off the reef.",
-    "Lamp lit at dusk, oil at seven gallons. Wind south and falling, fog before midnight, bell rung until four.",
-    "Lamp lit at dusk, oil at six gallons. Wind south-west and light, no sail to seaward, glass cleaned at noon.",
-    "Lamp lit at dusk, oil at five gallons. Wind north and bitter, ice on the gallery, wick trimmed twice.",
-    "Lamp lit at dusk, oil at four gallons. Wind east and rising, three sails to seaward, one in trouble and seen in.",
+    "I lit the lamp at sunset and climbed down to the kitchen to make a pot of tea. "
+    "The wind was from the west, and two ships were in sight.",
+    "I lit the lamp at sunset and sat by the window to write a letter to my sister. "
+    "The wind was from the north, and no ships were in sight.",
+    "I lit the lamp at sunset and went out on the gallery to clean the glass. "
+    "The wind was from the south, and one ship was in sight.",
+    "I lit the lamp at sunset and listened to the rain on the roof until midnight. "
+    "The wind was from the east, and three ships were in sight.",
+    "I lit the lamp at sunset and rang the bell because the fog was coming in. "
+    "The wind was from the west, and no ships were in sight.",
+    "I lit the lamp at sunset and read an old book of sea stories by the fire. "
+    "The wind was from the south, and two ships were in sight.",
 )
 HELD_OUT = (
-    "Lamp lit at dusk, oil at three gallons. Wind north-east and steady, two sails to seaward, fog before midnight.",
-    "Lamp lit at dusk, oil at two gallons. Wind west and rising, no sail to seaward, bell rung until five.",
-    "Lamp lit at dusk, oil at ten gallons. Wind south and light, ice on the gallery, glass cleaned at noon.",
+    "I lit the lamp at sunset and walked along the beach with the dog. "
+    "The wind was from the north, and one ship was in sight.",
+    "I lit the lamp at sunset and mended the sail of the little boat. "
+    "The wind was from the east, and two ships were in sight.",
+    "I lit the lamp at sunset and counted the barrels of oil in the store. "
+    "The wind was from the south, and three ships were in sight.",
 )
 """Other evenings of the same keeper."""
 
