@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,29 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
+
+SPIN_COUNT = 10_000
+"""Turns (some 0.1 ms) that an OpenMP thread without work spins before it sleeps. OpenMP's own default is some
+milliseconds: threads that share a core with anything else then take ten times as long as their work."""
+KEPT_BYTES = 2**34
+"""Freed memory that malloc keeps for later."""
+MAPPED_BYTES = 2**30
+"""Size from which malloc takes a tensor from the kernel and gives it back at once. By default tensors of a few MB
+travel like that, and faulting their pages in again is a tenth of a pass."""
+
+
+def environment(threads: int) -> dict[str, str]:
+    """What a rank's process needs in its environment when it starts; what the operator has set stays.
+
+    It decides how fast a pass is. Of the bits, only the number of threads does.
+    """
+    tuning = {
+        "GOMP_SPINCOUNT": SPIN_COUNT,
+        "MALLOC_MMAP_THRESHOLD_": MAPPED_BYTES,
+        "MALLOC_TRIM_THRESHOLD_": KEPT_BYTES,
+    }
+    chosen = {name: os.environ.get(name, str(value)) for name, value in tuning.items()}
+    return {"OMP_NUM_THREADS": str(threads), **chosen}
 
 
 def has_gpu() -> bool:

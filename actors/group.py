@@ -17,6 +17,7 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from actors import device
 from actors.engine import EngineConfig, StepOutput
 from actors.lora import AdapterConfig
 from actors.loss_pass import MicrobatchOutput
@@ -108,7 +109,7 @@ class MegatronGroup:
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     placement_group=self._placement, placement_group_bundle_index=index
                 ),
-                runtime_env={"env_vars": {"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": "lo"}},
+                runtime_env={"env_vars": {**device.environment(threads), "GLOO_SOCKET_IFNAME": "lo"}},
             ).remote(self._config.engine, index, size, threads)
             for index in range(size)
         ]

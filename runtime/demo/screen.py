@@ -26,7 +26,7 @@ class Screen:
         self._console.print(title, style="bold", soft_wrap=True)
         try:
             if self._console.is_terminal:
-                with self._console.status(title) as self._status:
+                with self._console.status("working …") as self._status:
                     yield
             else:
                 yield

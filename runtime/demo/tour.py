@@ -38,9 +38,7 @@ class Tour:
 
     def supervised(self) -> Training:
         """30 steps on ROT13, and what the model makes of a word it has never seen, before and after."""
-        with self._screen.phase(
-            "sdk", "(a) The official SDK: 30 supervised steps, forward_backward and optim_step ahead"
-        ):
+        with self._screen.phase("sdk", "(a) The official SDK: 30 supervised steps, two in flight"):
             client = self._client(seed=1)
             shown = rot13.example(SHOWN_WORD)
             untrained = rot13.answers_in(distribution.greedy(client, shown.tokens, BYTES), shown)
