@@ -19,13 +19,13 @@ from torch.overrides import TorchFunctionMode
 CPU = torch.device("cpu")
 
 SPIN_COUNT = 10_000
-"""Turns (some 0.1 ms) that an OpenMP thread without work spins before it sleeps. OpenMP's own default is some
-milliseconds: threads that share a core with anything else then take ten times as long as their work."""
+"""Turns that an OpenMP thread without work spins before it sleeps. libgomp's own default is 300,000 (milliseconds),
+which other processes on the same cores have to wait for."""
 KEPT_BYTES = 2**34
 """Freed memory that malloc keeps for later."""
 MAPPED_BYTES = 2**30
 """Size from which malloc takes a tensor from the kernel and gives it back at once. By default tensors of a few MB
-travel like that, and faulting their pages in again is a tenth of a pass."""
+travel like that, and their pages have to be faulted in again in every pass."""
 
 
 def environment(threads: int) -> dict[str, str]:

@@ -100,5 +100,5 @@ async def _ensure(bus: Bus, config: api.StreamConfig) -> None:
             await bus.js.update_stream(config)
     except nats.js.errors.APIError as error:
         raise BrokerError(f"the broker refuses stream {config.name}: {error.description}") from None
-    except nats.errors.TimeoutError as error:
+    except (nats.errors.Error, TimeoutError) as error:
         raise bus.unreachable(f"creating stream {config.name}", error) from None

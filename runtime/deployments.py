@@ -24,6 +24,7 @@ from observability.publisher import MetricsPublisher
 from observability.recorder import Recorder
 from runtime.config import Settings
 from runtime.keys import Keys
+from runtime.services import START_PATIENCE_S, Services, patiently
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -44,10 +45,21 @@ class Wiring:
 
     async def connect(self, name: str) -> Bus:
         """A connection with the streams in place."""
-        bus = await connect(self.nats_url, self.credentials, name=name)
+        bus = await patiently(
+            lambda: connect(self.nats_url, self.credentials, name=name), for_s=START_PATIENCE_S
+        )
         results = self.settings.results
-        await ensure_streams(bus, results_ttl_s=results.ttl_s, results_max_bytes=results.max_bytes)
+        await patiently(
+            lambda: ensure_streams(bus, results_ttl_s=results.ttl_s, results_max_bytes=results.max_bytes),
+            for_s=START_PATIENCE_S,
+        )
         return bus
+
+    async def tables(self, bus: Bus) -> Tables:
+        return await patiently(lambda: Tables.open(bus), for_s=START_PATIENCE_S)
+
+    async def ledger(self, bus: Bus) -> Ledger:
+        return await patiently(lambda: Ledger.open(bus, self.group), for_s=START_PATIENCE_S)
 
 
 def process_name(role: str) -> str:
@@ -99,7 +111,6 @@ class DispatcherPart(BackgroundPart):
     async def work(self, bus: Bus, recorder: Recorder) -> None:
         # Torch and Megatron-core take seconds to import; Serve waits for replicas, not for them.
         from runtime.dispatcher import Dispatcher, group_config, model_folder
-        from runtime.services import Services
 
         settings = self._wiring.settings
         folder = await asyncio.to_thread(model_folder, settings)
@@ -107,8 +118,8 @@ class DispatcherPart(BackgroundPart):
             settings=settings,
             log=OpsLog(bus, self._wiring.group),
             results=Results(bus),
-            tables=await Tables.open(bus),
-            ledger=await Ledger.open(bus, self._wiring.group),
+            tables=await self._wiring.tables(bus),
+            ledger=await self._wiring.ledger(bus),
             recorder=recorder,
         )
         config = group_config(settings, folder, gpus=self._wiring.gpus)
@@ -124,7 +135,7 @@ class IntakePart(BackgroundPart):
         from runtime.intake import Intake
 
         log = OpsLog(bus, self._wiring.group)
-        await Intake(bus, log, await Tables.open(bus), Results(bus), recorder).run()
+        await Intake(bus, log, await self._wiring.tables(bus), Results(bus), recorder).run()
 
 
 class OpenedApp:
@@ -164,7 +175,7 @@ async def ingress_app(wiring: Wiring) -> AsyncIterator[AsgiApp]:
     async with await wiring.connect("ingress") as bus:
         recorder = Recorder(process_name("ingress"), group=wiring.group)
         async with MetricsPublisher(bus, recorder):
-            tables = await Tables.open(bus)
+            tables = await wiring.tables(bus)
             yield build(
                 Deps(
                     settings=wiring.settings,
@@ -172,7 +183,7 @@ async def ingress_app(wiring: Wiring) -> AsyncIterator[AsgiApp]:
                     log=OpsLog(bus, wiring.group),
                     results=Results(bus),
                     tables=tables,
-                    ledger=await Ledger.open(bus, wiring.group),
+                    ledger=await wiring.ledger(bus),
                     keys=wiring.keys,
                     ready=readiness(tables, wiring.group),
                     recorder=recorder,

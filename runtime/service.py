@@ -25,6 +25,7 @@ from bus.tables import Tables
 from runtime import keys as key_file
 from runtime.config import Settings
 from runtime.keys import Keys
+from runtime.services import START_PATIENCE_S, patiently
 
 GROUP = "main"
 """This release runs one group."""
@@ -173,18 +174,24 @@ async def _announce_start(nats_url: str, credentials: Credentials | None, settin
     """Put the streams in place, and take back what an earlier life said of being ready."""
     async with await connect(nats_url, credentials, name="up") as bus:
         results = settings.results
-        await ensure_streams(bus, results_ttl_s=results.ttl_s, results_max_bytes=results.max_bytes)
-        tables = await Tables.open(bus)
-        await tables.groups.delete(GROUP)
+
+        async def announce() -> None:
+            await ensure_streams(bus, results_ttl_s=results.ttl_s, results_max_bytes=results.max_bytes)
+            tables = await Tables.open(bus)
+            await tables.groups.delete(GROUP)
+
+        await patiently(announce, for_s=START_PATIENCE_S)
 
 
 async def _until_ready(nats_url: str, credentials: Credentials | None, say: Callable[[str], None]) -> None:
     said = ""
     deadline = time.monotonic() + READY_TIMEOUT_S
-    async with await connect(nats_url, credentials, name="up") as bus:
-        tables = await Tables.open(bus)
+    async with await patiently(
+        lambda: connect(nats_url, credentials, name="up"), for_s=START_PATIENCE_S
+    ) as bus:
+        tables = await patiently(lambda: Tables.open(bus), for_s=START_PATIENCE_S)
         while time.monotonic() < deadline:
-            found = await tables.groups.get(GROUP)
+            found = await patiently(lambda: tables.groups.get(GROUP), for_s=START_PATIENCE_S)
             status = found[0].status if found else "starting"
             if status == "ready":
                 return

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -21,6 +23,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RETRY_S = 0.5
+START_PATIENCE_S = 60.0
+"""How long a starting part bears with a broker that has answered before: a machine that loads a model is busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +37,17 @@ class Services:
     recorder: Recorder
 
 
-async def patiently(attempt: Callable[[], Awaitable[T]]) -> T:
-    """Repeat an idempotent attempt for as long as the broker is away: what the ranks did must get its result."""
+async def patiently(attempt: Callable[[], Awaitable[T]], *, for_s: float = math.inf) -> T:
+    """Repeat an idempotent attempt while the broker is away: what the ranks did must get its result.
+
+    Raises the last BrokerUnreachable when the broker has been away for `for_s` seconds.
+    """
+    deadline = time.monotonic() + for_s
     while True:
         try:
             return await attempt()
         except BrokerUnreachable as error:
+            if time.monotonic() >= deadline:
+                raise
             log.warning("waiting for the broker: %s", error)
             await asyncio.sleep(RETRY_S)

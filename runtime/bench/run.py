@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from actors import device
 from runtime.bench.clients import through_nats, through_sdk
 from runtime.bench.timing import Figures, combined
 from runtime.bench.workload import Workload, model_folder
@@ -26,7 +27,7 @@ def bare(folder: Path, threads: int, work: Workload) -> list[Figures]:
         check=True,
         capture_output=True,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+        env={**os.environ, **device.environment(threads)},
     )
     return [msgspec.json.decode(line, type=Figures) for line in done.stdout.splitlines()]
 

@@ -26,6 +26,8 @@ STOP_TIMEOUT_S = 60.0
 _READY = re.compile(r"ready http=(\S+) nats=(\S+) metrics=(\S+)")
 _COMMAND = (sys.executable, "-m", "runtime.cli.main")
 _PR_SET_PDEATHSIG = 1
+_DIED = signal.SIGUSR1
+"""A signal of our own: SIGINT is ignored where a shell runs this in the background."""
 _libc = ctypes.CDLL(None)
 
 
@@ -40,6 +42,20 @@ class Endpoints:
     tenant: str
     api_key: str
     nats_password: str
+
+
+class _Died(BaseException):
+    """The service ended unasked."""
+
+
+def _raise_died(*_: object) -> None:
+    raise _Died
+
+
+def _main_thread() -> int:
+    ident = threading.main_thread().ident
+    assert ident is not None
+    return ident
 
 
 class Server:
@@ -65,6 +81,7 @@ class Server:
         )
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
 
     def ready(self) -> Endpoints:
         """Block until it serves. Raises DemoFailed with the service's own last words when it does not come up."""
@@ -73,7 +90,7 @@ class Server:
         if found is None:
             raise self.failure()
         keys = json.loads((self._data / "keys.json").read_text())[DEFAULT_TENANT]
-        threading.Thread(target=self._watch, daemon=True).start()
+        self._watcher.start()
         return Endpoints(
             http=found[1],
             nats=found[2],
@@ -97,7 +114,8 @@ class Server:
     def stop(self) -> None:
         """End it and everything it started. A second Ctrl-C or SIGTERM does not disturb that."""
         self._stopping = True
-        before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+        numbers = (signal.SIGINT, signal.SIGTERM, _DIED)
+        before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
         try:
             self._process.terminate()
             try:
@@ -106,6 +124,8 @@ class Server:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait()
+            if self._watcher.ident is not None:
+                self._watcher.join()
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -122,21 +142,21 @@ class Server:
         """Clients wait minutes for a service that is away: tell the main thread that it will not come back."""
         self._process.wait()
         if self.died:
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.pthread_kill(_main_thread(), _DIED)
 
 
 @contextlib.contextmanager
 def starting(model: str, data: Path, say: Callable[[str], None]) -> Iterator[Server]:
     """Start the service on free ports, and stop it at the end. Raises DemoFailed should it end in between."""
+    before = signal.signal(_DIED, _raise_died)
     server = Server(model, data, say)
     try:
         yield server
-    except KeyboardInterrupt:
-        if server.died:
-            raise server.failure() from None
-        raise
+    except _Died:
+        raise server.failure() from None
     finally:
         server.stop()
+        signal.signal(_DIED, before)
 
 
 def _environment() -> dict[str, str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from bus import results
 from bus.client import Client, LoraConfig, OperationFailed, QueueFull, Unconfirmed, connect, datum
 from bus.connection import BrokerUnreachable, Bus, WrongCredentials
 from bus.embedded import EmbeddedBroker
@@ -160,8 +161,9 @@ async def test_results_arrive_over_a_restart_of_the_broker(
 
 
 async def test_a_missed_message_is_fetched_after_reconnecting(
-    broker: EmbeddedBroker, bus: Bus, proxy: Proxy
+    broker: EmbeddedBroker, bus: Bus, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(results, "_POLL_S", 100.0)
     async with await connect(proxy.url, tenant="demo", password="demo-password") as client:
         pending = await client.attach("m", next_seq_id=1).optim_step()
         waiting = asyncio.create_task(pending.result())
@@ -173,7 +175,7 @@ async def test_a_missed_message_is_fetched_after_reconnecting(
         await asyncio.sleep(0.1)
         proxy.muted = False
         proxy.cut()
-        async with asyncio.timeout(8):
+        async with asyncio.timeout(50):
             assert await waiting == done
 
 
@@ -253,4 +255,4 @@ async def test_waiting_on_a_closed_client_ends(client: Client) -> None:
     await client.close()
     with pytest.raises(BrokerUnreachable):
         await waiting
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 15

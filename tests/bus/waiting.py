@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-async def until(condition: Callable[[], Any], timeout_s: float = 10.0) -> None:
+async def until(condition: Callable[[], Any], timeout_s: float = 30.0) -> None:
     """Returns when `condition()`, awaited where it is a coroutine, is true; fails after `timeout_s`."""
     async with asyncio.timeout(timeout_s):
         while True:

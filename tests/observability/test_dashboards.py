@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http
 import json
 import re
 import shutil
@@ -171,6 +172,8 @@ class Prometheus:
             with urllib.request.urlopen(url, timeout=5) as answer:
                 return json.load(answer)["data"]["result"]
         except urllib.error.HTTPError as error:
+            if error.code == http.HTTPStatus.SERVICE_UNAVAILABLE:  # it listens before it can be asked
+                return []
             pytest.fail(f"{expr}: {error.read().decode()}")
         except OSError:  # not up yet
             return []

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -30,6 +31,15 @@ FOR_EVER = SERVES + "time.sleep(600)"
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     monkeypatch.setattr(server, "_COMMAND", (sys.executable, "-c", request.param))
+
+
+@pytest.fixture(params=["foreground", "background"])
+def interrupts(request: pytest.FixtureRequest) -> Iterator[None]:
+    """SIGINT as a shell leaves it for a command: in the background, where it has no job control, ignored."""
+    handler = signal.SIG_IGN if request.param == "background" else signal.default_int_handler
+    before = signal.signal(signal.SIGINT, handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def running(folder: Path) -> list[psutil.Process]:
@@ -85,6 +95,7 @@ def test_a_service_that_does_not_come_up_is_quoted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stand_in", [SERVES + "time.sleep(1); sys.exit('lost the disk')"], indirect=True)
 @pytest.mark.usefixtures("stand_in")
+@pytest.mark.usefixtures("interrupts")
 def test_a_service_that_dies_later_ends_the_wait_for_it(tmp_path: Path) -> None:
     def wait() -> None:
         with server.starting("tiny", tmp_path, print) as started:
@@ -116,7 +127,7 @@ def test_it_dies_with_a_parent_that_is_killed(tmp_path: Path) -> None:
         "import sys, time, pathlib\n"
         "from runtime.demo import server\n"
         f"server._COMMAND = (sys.executable, '-c', {FOR_EVER!r})\n"
-        f"with server.starting('tiny', pathlib.Path({str(tmp_path)!r}), print) as started:\n"
+        f"with server.starting('tiny', pathlib.Path({str(tmp_path)!r}), lambda _: None) as started:\n"
         "    started.ready()\n"
         "    print(started._process.pid, flush=True)\n"
         "    time.sleep(600)\n"
