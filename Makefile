@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 MODEL ?= tiny
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test unit lint bench install clean
+.PHONY: demo test unit lint gates bench install clean
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -31,6 +31,9 @@ lint: $(STAMP)
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+
+gates: $(STAMP)
+	@$(BIN)/python -W ignore -m scripts.layout_table
 
 bench: $(STAMP)
 	@$(BIN)/tinkerbus bench

@@ -73,7 +73,8 @@ class _CpuStandsInForCuda(TorchFunctionMode):
         if func is torch.Tensor.cuda:
             return args[0]
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            return func(*args).replace("torch.", "torch.cuda.", 1)
+            name: str = func(*args)
+            return name if name.startswith("torch.cuda.") else name.replace("torch.", "torch.cuda.", 1)
         if kwargs and _names_cuda(kwargs.get("device")):
             kwargs = {**kwargs, "device": CPU}
         if func is torch.Tensor.to and len(args) > 1 and _names_cuda(args[1]):
@@ -97,7 +98,11 @@ def _install_stand_ins() -> None:
 
     # Without Transformer Engine 0.16.1 leaves this name undefined where MoE layers look for it.
     from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe.router import TopKRouter
 
+    # Compiling it takes longer than a small model's training, and without an expert bias it does nothing.
+    compiled = TopKRouter._apply_expert_bias
+    TopKRouter._apply_expert_bias = getattr(compiled, "_torchdynamo_orig_callable", compiled)
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,13 +19,13 @@ from torch._C._distributed_c10d import Store
 from actors import device, loss_pass, weights
 from actors import optimizer as adamw
 from actors.gradient_dump import GradientDump
-from actors.layout import Layout, all_ranks_agree, join
-from actors.lora import AdapterConfig
+from actors.layout import Layout
 from actors.loss_pass import MicrobatchOutput
 from actors.models.build import build
 from actors.models.families import spec_of
-from actors.packing import PackedRequest, share
-from actors.tenants import Tenants
+from actors.packing import PackedRequest, Schedule, slots
+from actors.parallel import all_ranks_agree, answers, join
+from actors.tenants import Tenant, TenantConfig, Tenants
 from actors.window import PassFailed, WindowIncomplete
 from bus.events import AdamParams
 
@@ -61,47 +61,79 @@ class Engine:
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
+        layout = config.layout
         self.spec = spec_of(config.model_folder)
-        self.model = build(self.spec)
-        weights.load(self.model, self.spec, config.model_folder)
-        self.model.requires_grad_(False)
-        self.tenants = Tenants(self.model, self.spec, config.layout)
+        layout.check(self.spec)
+        self.base = build(self.spec, layout)
+        for chunk in self.base:
+            weights.load(chunk, self.spec, config.model_folder)
+            chunk.requires_grad_(False)
+        self.tenants = Tenants(self.base, self.spec, layout, config.model_folder)
 
-    def create(self, model_id: str, adapter: AdapterConfig) -> None:
+    def create(self, model_id: str, config: TenantConfig) -> None:
         """A fresh tenant. Creating one that exists is an error of the caller."""
         if model_id in self.tenants:
             raise ValueError(f"model {model_id!r} is in memory already")
-        self.tenants.create(model_id, adapter)
+        self.tenants.create(model_id, config)
 
     def unload(self, model_id: str) -> None:
         self.tenants.drop(model_id)
 
     def forward_backward(
-        self, model_id: str, request: PackedRequest, label: int = 0
-    ) -> list[MicrobatchOutput]:
-        """Run this rank's microbatches of a request. Raises PassFailed on all ranks when it failed on one.
+        self, model_id: str, requests: Sequence[PackedRequest], labels: Sequence[int] = ()
+    ) -> list[list[MicrobatchOutput] | PassFailed]:
+        """Run this rank's microbatches of some requests in one pass: all `forward_only`, or none.
 
-        `label` is the caller's name for the call; a step that finds it lost names it.
+        Gives this rank's outputs for each request, or PassFailed, on all ranks, for one that failed on any; its
+        window is then as if it had never been there, and so are the outputs and bits of the others. `labels` are
+        the caller's names for the requests; a step that finds one lost names it.
         """
         tenant = self.tenants.activate(model_id)
-        size = parallel_state.get_data_parallel_world_size()
-        first = 0 if request.forward_only else tenant.window.microbatches
-        chosen = share(request.microbatches, first, parallel_state.get_data_parallel_rank(), size)
-        context = contextlib.nullcontext() if request.forward_only else tenant.window.accumulate()
-        with context:
-            outputs: list[MicrobatchOutput] = []
+        labels = labels or [0] * len(requests)
+        try:
+            return list(self._pass(tenant, requests))
+        except PassFailed as error:
+            if len(requests) == 1:
+                if not requests[0].forward_only:
+                    tenant.window.lost.add(labels[0])
+                return [error]
+        # One of them is at fault, and nothing of the pass remains: each on its own, in the same order.
+        alone = zip(requests, labels, strict=True)
+        return [self.forward_backward(model_id, [request], [label])[0] for request, label in alone]
+
+    def _pass(self, tenant: Tenant, requests: Sequence[PackedRequest]) -> list[list[MicrobatchOutput]]:
+        forward_only = requests[0].forward_only
+        firsts, microbatches = [], tenant.window.microbatches
+        for request in requests:
+            firsts.append(0 if forward_only else microbatches)
+            microbatches += len(request.microbatches)
+        rank = parallel_state.get_data_parallel_rank()
+        chosen = slots(requests, firsts, rank, self._schedule(requests))
+        with contextlib.nullcontext() if forward_only else tenant.window.accumulate():
+            outputs: list[list[MicrobatchOutput]] = []
             failure: Exception | None = None
             try:
-                outputs = loss_pass.run(self.model, request, chosen)
+                outputs = loss_pass.run(tenant.chunks, requests, chosen)
             except Exception as error:  # told to every rank below, then raised
                 failure = error
             if not all_ranks_agree(failure is None):
-                if not request.forward_only:
-                    tenant.window.lost.add(label)
-                raise PassFailed(str(failure) if failure else "the pass failed on another rank") from failure
-        if not request.forward_only:
-            tenant.window.add(len(request.microbatches), request.num_tokens)
-        return outputs
+                if failure is None:
+                    raise PassFailed("the pass failed on another rank", elsewhere=True)
+                raise PassFailed(str(failure)) from failure
+        if not forward_only:
+            for request in requests:
+                tenant.window.add(len(request.microbatches), request.num_tokens)
+        return outputs if answers() else [[] for _ in requests]
+
+    def _schedule(self, requests: Sequence[PackedRequest]) -> Schedule:
+        layout = self._config.layout
+        return Schedule(
+            dp=layout.dp,
+            lockstep=layout.lockstep,
+            multiple=layout.pp if layout.virtual_pp > 1 else 1,
+            columns_multiple=layout.tp if layout.sequence_parallel else 1,
+            one_at_a_time=layout.lockstep > 1 and all(r.one_datum_microbatches for r in requests),
+        )
 
     def clear_window(self, model_id: str) -> None:
         """Drop what the window holds, as a step does, without stepping."""
@@ -126,10 +158,10 @@ class Engine:
         window.finalize()
         optimizer.prepare_grads()
         dump = None
+        sharded = self._config.layout.distributed_optimizer
         if self._config.dump_gradients is not None:
-            sharded = self._config.layout.distributed_optimizer
             dump = GradientDump(self._config.dump_gradients, tenant, adam, sharded=sharded)
-        norm = adamw.gradient_norm(optimizer)
+        norm = adamw.gradient_norm(optimizer, sharded=sharded)
         skipped = not math.isfinite(norm)
         if not skipped:
             adamw.step(optimizer, adam, norm)

@@ -19,11 +19,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors import device
 from actors.engine import EngineConfig, StepOutput
-from actors.lora import AdapterConfig
 from actors.loss_pass import MicrobatchOutput
 from actors.models.spec import ModelSpec
 from actors.packing import PackedRequest
 from actors.rank import Rank
+from actors.tenants import TenantConfig
 from actors.window import PassFailed, WindowIncomplete
 from bus.events import AdamParams
 from loss_hub import merge
@@ -70,6 +70,18 @@ def assemble(request: PackedRequest, outputs: Sequence[MicrobatchOutput]) -> Req
         for datum, values in zip(request.microbatches[output.index], output.logprobs, strict=True):
             logprobs[datum] = values
     return RequestOutput(logprobs, merge(output.metrics for output in by_index))
+
+
+def _assembled(
+    request: PackedRequest, parts: Sequence[list[MicrobatchOutput] | PassFailed]
+) -> RequestOutput | PassFailed:
+    failures = [part for part in parts if isinstance(part, PassFailed)]
+    if failures:
+        # The rank where it went wrong says what; the others say that it was another one.
+        return min(failures, key=lambda failure: failure.elsewhere)
+    return assemble(
+        request, [output for part in parts if not isinstance(part, PassFailed) for output in part]
+    )
 
 
 class MegatronGroup:
@@ -122,8 +134,8 @@ class MegatronGroup:
         pids: list[int] = await self._gather([rank.process_id.remote() for rank in self._ranks])
         return pids
 
-    def create(self, model_id: str, adapter: AdapterConfig) -> asyncio.Task[None]:
-        return self._submit(_nothing, "create", model_id, adapter)
+    def create(self, model_id: str, config: TenantConfig) -> asyncio.Task[None]:
+        return self._submit(_nothing, "create", model_id, config)
 
     def unload(self, model_id: str) -> asyncio.Task[None]:
         return self._submit(_nothing, "unload", model_id)
@@ -132,12 +144,28 @@ class MegatronGroup:
         self, model_id: str, request: PackedRequest, label: int = 0
     ) -> asyncio.Task[RequestOutput]:
         """Raises PassFailed when it failed on a rank; the window is then as it was before."""
-        shared = ray.put(request) if len(self._ranks) > 1 else request
+        both = self.forward_backward_together(model_id, [request], [label])
 
-        def merged(parts: list[list[MicrobatchOutput]]) -> RequestOutput:
-            return assemble(request, [output for part in parts for output in part])
+        async def alone() -> RequestOutput:
+            (answer,) = await both
+            if isinstance(answer, PassFailed):
+                raise answer
+            return answer
 
-        return self._submit(merged, "forward_backward", model_id, shared, label)
+        return asyncio.ensure_future(alone())
+
+    def forward_backward_together(
+        self, model_id: str, requests: Sequence[PackedRequest], labels: Sequence[int]
+    ) -> asyncio.Task[list[RequestOutput | PassFailed]]:
+        """Requests of one kind in one pass; each has the answer and the bits that it has alone."""
+        shared = ray.put(list(requests)) if len(self._ranks) > 1 else list(requests)
+
+        def merged(
+            parts: list[list[list[MicrobatchOutput] | PassFailed]],
+        ) -> list[RequestOutput | PassFailed]:
+            return [_assembled(request, answers) for request, *answers in zip(requests, *parts, strict=True)]
+
+        return self._submit(merged, "forward_backward", model_id, shared, list(labels))
 
     def clear_window(self, model_id: str) -> asyncio.Task[None]:
         return self._submit(_nothing, "clear_window", model_id)

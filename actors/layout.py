@@ -1,22 +1,14 @@
-"""How a group's ranks are laid out over data, tensor and pipeline parallelism, refused here or right.
+"""How a group's ranks are laid out over data, tensor, pipeline and expert parallelism, refused here or right. Pure.
 
-Public: `Layout`, `LayoutError`, `join` (one rank's part in torch.distributed and Megatron's parallel state).
+Ranks are numbered as Megatron numbers them: tensor-parallel neighbours first, then data-parallel ones, pipeline
+stages last. Experts are never split over tensor-parallel ranks; those take whole experts instead.
 """
 
 from __future__ import annotations
 
-import contextlib
-import datetime
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from torch._C._distributed_c10d import Store
-
-from actors import device
+from actors.models.spec import ModelSpec
 
 
 class LayoutError(ValueError):
@@ -25,57 +17,87 @@ class LayoutError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Parallel sizes of one group. World size is their product."""
+    """Parallel sizes of one group. The world's size is dp · tp · pp; ep splits the experts over part of it."""
 
     dp: int = 1
     tp: int = 1
     pp: int = 1
+    virtual_pp: int = 1
+    """Model chunks on each pipeline stage; more than 1 interleaves them."""
+    ep: int = 1
+    """Ranks that share out the experts of a mixture-of-experts layer, taken from the tp · dp ranks of a stage."""
+    cp: int = 1
+    sequence_parallel: bool = False
+    """Split norms and residuals over the tensor-parallel ranks along the sequence."""
     distributed_optimizer: bool = False
     """Shard gradients after the reduce-scatter, and the optimizer's state, over the data-parallel ranks."""
+    overlap_grad_reduce: bool = False
+    """Reduce the gradient in buckets that are all on their way at once."""
 
     def __post_init__(self) -> None:
-        for name in ("dp", "tp", "pp"):
+        for name in ("dp", "tp", "pp", "virtual_pp", "ep", "cp"):
             size = getattr(self, name)
             if size < 1:
                 raise LayoutError(f"layout.{name} is {size}; it must be at least 1")
-        for name in ("tp", "pp"):
-            if getattr(self, name) > 1:
-                raise LayoutError(
-                    f"layout.{name} is {getattr(self, name)}, but this release trains with {name}=1 only"
-                )
+        if self.cp > 1:
+            raise LayoutError(
+                f"layout.cp is {self.cp}, but context parallelism needs Transformer Engine's attention; "
+                "Megatron's local attention sees one whole sequence on each rank"
+            )
+        if self.virtual_pp > 1 and self.pp == 1:
+            raise LayoutError(
+                f"layout.virtual_pp is {self.virtual_pp}, but chunks interleave over pipeline stages and layout.pp is 1"
+            )
+        if self.sequence_parallel and self.tp == 1:
+            raise LayoutError(
+                "layout.sequence_parallel splits over tensor-parallel ranks, but layout.tp is 1"
+            )
+        stage = self.tp * self.dp
+        if stage % self.ep or (self.ep % self.tp and self.tp % self.ep):
+            raise LayoutError(
+                f"layout.ep is {self.ep}; it must divide the tp · dp = {stage} ranks of a stage, "
+                f"and divide tp = {self.tp} or be a multiple of it"
+            )
 
     @property
     def world_size(self) -> int:
         return self.dp * self.tp * self.pp
 
+    @property
+    def chunks(self) -> int:
+        """Parts that the layers are cut into."""
+        return self.pp * self.virtual_pp
 
-@contextlib.contextmanager
-def join(
-    layout: Layout, rank: int, store: Store, timeout: datetime.timedelta = datetime.timedelta(minutes=10)
-) -> Iterator[None]:
-    """Make this process rank `rank` of `layout` until the context ends. Needs `device.use()` around it."""
-    dist.init_process_group(
-        device.backend(), rank=rank, world_size=layout.world_size, store=store, timeout=timeout
-    )
-    try:
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=layout.tp,
-            pipeline_model_parallel_size=layout.pp,
-            distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)),
-            create_gloo_process_groups=False,
-        )
-        # The inference tracker needs no CUDA generator; there is no dropout to draw numbers for.
-        model_parallel_cuda_manual_seed(0, inference_rng_tracker=True, force_reset_rng=True)
-        yield
-    finally:
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
+    @property
+    def lockstep(self) -> int:
+        """Neighbouring data-parallel ranks whose experts serve each other: they run their microbatches together."""
+        return max(1, self.ep // self.tp)
 
+    def padded_vocab(self, vocab_size: int) -> int:
+        """Rows of the embedding, so that every tensor-parallel rank has as many."""
+        return -(-vocab_size // self.tp) * self.tp
 
-def all_ranks_agree(ok: bool) -> bool:
-    """True when every rank of the world passes True. One small collective; free on a single rank."""
-    if dist.get_world_size() == 1:
-        return ok
-    flag = torch.tensor([1.0 if ok else 0.0], device=device.device())
-    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
-    return bool(flag.item() > 0)
+    def check(self, spec: ModelSpec) -> None:
+        """Raises LayoutError where this model cannot be laid out like this."""
+        for what, size in (
+            ("attention heads", spec.num_attention_heads),
+            ("key/value heads", spec.num_query_groups),
+            ("MLP columns", self.tp if spec.moe else spec.ffn_hidden_size),
+        ):
+            if size % self.tp:
+                raise LayoutError(f"layout.tp is {self.tp}, which does not divide the model's {size} {what}")
+        if spec.num_layers % self.chunks:
+            stages = f"layout.pp · layout.virtual_pp is {self.pp} · {self.virtual_pp} = {self.chunks}"
+            raise LayoutError(f"{stages}, which does not divide the model's {spec.num_layers} layers")
+        if spec.moe is None:
+            if self.ep > 1:
+                raise LayoutError(f"layout.ep is {self.ep}, but the model has no experts")
+            return
+        if spec.moe.num_experts % self.ep:
+            raise LayoutError(
+                f"layout.ep is {self.ep}, which does not divide the model's {spec.moe.num_experts} experts"
+            )
+        if self.tp > 1 and not self.sequence_parallel:
+            raise LayoutError(
+                f"layout.tp is {self.tp} for a model with experts, which needs layout.sequence_parallel = true"
+            )

@@ -5,7 +5,8 @@ As are stacked, so that one product serves them all. A's initial values depend o
 alone, so every layout starts from the same adapter; B starts at 0, so a fresh adapter changes nothing.
 
 Tensor parallelism: column-parallel layers replicate A and split B by rows; row-parallel ones split A by columns
-and replicate B.
+and replicate B. With sequence parallelism a replicated half sees a part of the sequence on each rank, so Megatron
+sums its gradient over them. Experts are whole on their rank, and so are their adapters.
 """
 
 from __future__ import annotations
@@ -14,18 +15,22 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
 )
 from torch import Tensor, nn
 
 from actors import device
 from actors.models.spec import ModelSpec
+from actors.shards import Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +60,23 @@ class Target:
     in_features: int
     out_features: tuple[int, ...]
     """Whole sizes, before any split over ranks."""
-    split: str
-    """"rows" for a column-parallel linear, "columns" for a row-parallel one."""
+    split: Literal["rows", "columns", "nothing"]
+    """"rows" for a column-parallel linear, "columns" for a row-parallel one, "nothing" for an expert's."""
     groups: int = 1
     """The fused outputs stand group by group, each group holding a slice of every part (query groups)."""
 
 
 def targets(model: GPTModel, spec: ModelSpec, config: AdapterConfig) -> Iterator[Target]:
-    """The linears of this rank's model that the adapter touches."""
+    """The linears of this rank's model chunk that the adapter touches."""
     heads, groups = spec.num_attention_heads * spec.head_dim, spec.num_query_groups * spec.head_dim
-    hidden, ffn = spec.hidden_size, spec.ffn_hidden_size
+    hidden = spec.hidden_size
+
+    def mlp(here: str, hf: str, ffn: int, *, expert: bool) -> Iterator[Target]:
+        gate_up = (f"{hf}.gate_proj", f"{hf}.up_proj")
+        yield Target(f"{here}.linear_fc1", gate_up, hidden, (ffn, ffn), "nothing" if expert else "rows")
+        down = (f"{hf}.down_proj",)
+        yield Target(f"{here}.linear_fc2", down, ffn, (hidden,), "nothing" if expert else "columns")
+
     for index, layer in enumerate(model.decoder.layers):
         here, hf = f"decoder.layers.{index}", f"model.layers.{layer.layer_number - 1}"
         if config.train_attn:
@@ -73,10 +85,12 @@ def targets(model: GPTModel, spec: ModelSpec, config: AdapterConfig) -> Iterator
             yield Target(path, qkv, hidden, (heads, groups, groups), "rows", groups=spec.num_query_groups)
             proj = f"{hf}.self_attn.o_proj"
             yield Target(f"{here}.self_attention.linear_proj", (proj,), heads, (hidden,), "columns")
-        if config.train_mlp:
-            gate_up = (f"{hf}.mlp.gate_proj", f"{hf}.mlp.up_proj")
-            yield Target(f"{here}.mlp.linear_fc1", gate_up, hidden, (ffn, ffn), "rows")
-            yield Target(f"{here}.mlp.linear_fc2", (f"{hf}.mlp.down_proj",), ffn, (hidden,), "columns")
+        if config.train_mlp and spec.moe is None:
+            yield from mlp(f"{here}.mlp", f"{hf}.mlp", spec.ffn_hidden_size, expert=False)
+        elif config.train_mlp and spec.moe is not None:
+            for local, number in enumerate(layer.mlp.local_expert_indices):
+                ours, theirs = f"{here}.mlp.experts.local_experts.{local}", f"{hf}.mlp.experts.{number}"
+                yield from mlp(ours, theirs, spec.moe.ffn_hidden_size, expert=True)
     if config.train_unembed and model.post_process:
         yield Target("output_layer", ("lm_head",), hidden, (spec.vocab_size,), "rows")
 
@@ -95,75 +109,106 @@ def initial_a(name: str, seed: int, rank: int, in_features: int) -> Tensor:
 class Adapter(nn.Module):
     """The adapter of one Megatron linear: stacked As, one B a PEFT layer."""
 
-    def __init__(self, target: Target, config: AdapterConfig) -> None:
+    def __init__(self, target: Target, config: AdapterConfig, *, sequence_parallel: bool) -> None:
         super().__init__()
         self.target = target
         self.rank = config.rank
         self.scale = config.scale
+        self.sequence_parallel = sequence_parallel
         tp = parallel_state.get_tensor_model_parallel_world_size()
         tp_rank = parallel_state.get_tensor_model_parallel_rank()
-        by_rows = target.split == "rows"
+        by_rows, by_columns = target.split == "rows", target.split == "columns"
         stacked = [
             initial_a(f"{name}.lora_A.weight", config.seed, config.rank, target.in_features)
             for name in target.names
         ]
         A = torch.cat(stacked)
-        if not by_rows:
+        if by_columns:
             A = A.chunk(tp, dim=1)[tp_rank].contiguous()
         self.A = nn.Parameter(A.to(device.device()))
+        # Rounded up where the ranks do not divide the rows: a vocabulary's padding, which no gradient reaches.
         self.B = nn.ParameterList(
-            nn.Parameter(torch.zeros(size // tp if by_rows else size, config.rank, device=device.device()))
+            nn.Parameter(
+                torch.zeros(-(-size // tp) if by_rows else size, config.rank, device=device.device())
+            )
             for size in target.out_features
         )
-        for parameter, split in ((self.A, not by_rows), *((b, by_rows) for b in self.B)):
+        for parameter, split in ((self.A, by_columns), *((b, by_rows) for b in self.B)):
             parameter.tensor_model_parallel = split
             parameter.partition_dim = (0 if by_rows else 1) if split else -1
             parameter.partition_stride = 1
+            parameter.sequence_parallel = sequence_parallel and not split
+            if target.split == "nothing" and parallel_state.get_expert_model_parallel_world_size() > 1:
+                # Its gradient is summed over the ranks that hold this expert, not over all data-parallel ones,
+                # and it counts in the norm on whichever rank holds it.
+                parameter.allreduce = False
+                parameter.tensor_model_parallel = True
+                parameter.sequence_parallel = False
+
+    def _low(self, x: Tensor) -> Tensor:
+        """A(x) with one row for each row of the output. x: (S, B, in) or (T, in)."""
+        u = torch.nn.functional.linear(x, self.A)
+        match self.target.split, self.sequence_parallel:
+            case "rows", True:
+                return gather_from_sequence_parallel_region(u)
+            case "rows", False:
+                return copy_to_tensor_model_parallel_region(u)
+            case "columns", True:
+                return reduce_scatter_to_sequence_parallel_region(u)
+            case "columns", False:
+                return reduce_from_tensor_model_parallel_region(u)
+        return u
 
     def forward(self, x: Tensor, out: Tensor) -> Tensor:
-        """`out` plus this adapter's share. x: (S, B, in of this rank); out: (S, B, out of this rank)."""
-        u = torch.nn.functional.linear(x.reshape(-1, x.shape[-1]), self.A)
-        if self.target.split == "rows":
-            u = copy_to_tensor_model_parallel_region(u)
-        else:
-            u = reduce_from_tensor_model_parallel_region(u)
+        """`out` plus this adapter's share. x: (…, in of this rank); out: (…, out of this rank)."""
+        u = self._low(x).flatten(0, -2)
         if len(self.B) == 1:
-            flat = torch.addmm(out.reshape(-1, out.shape[-1]), u, self.B[0].t(), alpha=self.scale)
+            flat = torch.addmm(out.flatten(0, -2), u, self.B[0].t(), alpha=self.scale)
             return flat.view(out.shape)
         parts = [
             torch.nn.functional.linear(u_p, b)
             for u_p, b in zip(u.split(self.rank, dim=-1), self.B, strict=True)
         ]
         groups = self.target.groups // parallel_state.get_tensor_model_parallel_world_size() or 1
-        grouped = torch.cat([p.view(p.shape[0], groups, -1) for p in parts], dim=-1)
+        # Sizes in full: an expert may see no token at all.
+        grouped = torch.cat([p.view(p.shape[0], groups, p.shape[1] // groups) for p in parts], dim=-1)
         return torch.add(out, grouped.view(out.shape), alpha=self.scale)
 
-    def peft_tensors(self, tensor_of: Callable[[nn.Parameter], Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """(PEFT name, values) of whatever `tensor_of` gives for a parameter: its weight, gradient, moments."""
+    def shards(self, tensor_of: Callable[[nn.Parameter], Tensor]) -> Iterator[Shard]:
+        """This rank's part of whatever `tensor_of` gives for a parameter, under PEFT's names."""
+        columns = self.target.in_features if self.target.split == "columns" else None
+        split = None if columns is None else 1
         for name, a in zip(self.target.names, tensor_of(self.A).split(self.rank), strict=True):
-            yield f"{name}.lora_A.weight", a
-        for name, b in zip(self.target.names, self.B, strict=True):
-            yield f"{name}.lora_B.weight", tensor_of(b)
+            yield Shard(f"{name}.lora_A.weight", a, split, columns)
+        by_rows = self.target.split == "rows"
+        for name, b, size in zip(self.target.names, self.B, self.target.out_features, strict=True):
+            rows = size if by_rows else None
+            yield Shard(f"{name}.lora_B.weight", tensor_of(b), 0 if by_rows else None, rows)
 
 
 class AdapterSet(nn.ModuleDict):
-    """All adapters of one tenant on this rank. A container of its own, so that it has its own gradient buffer."""
+    """One tenant's adapters of a model chunk. A container of its own, so that it has its own gradient buffer."""
 
     share_embeddings_and_output_weights = False  # asked for by Megatron's finalize_model_grads
 
     def __init__(self, model: GPTModel, spec: ModelSpec, config: AdapterConfig) -> None:
-        self.by_path = {t.path: Adapter(t, config) for t in targets(model, spec, config)}
+        sequence_parallel = model.config.sequence_parallel
+        self.by_path = {
+            t.path: Adapter(t, config, sequence_parallel=sequence_parallel)
+            for t in targets(model, spec, config)
+        }
         super().__init__({path.replace(".", "/"): adapter for path, adapter in self.by_path.items()})
         self.config = model.config
         self.pre_process, self.post_process = model.pre_process, model.post_process
 
-    def peft_tensors(self, tensor_of: Callable[[nn.Parameter], Tensor]) -> dict[str, Tensor]:
+    def shards(self, tensor_of: Callable[[nn.Parameter], Tensor]) -> Iterator[Shard]:
         """Every adapter's tensors under PEFT's names."""
-        return dict(pair for adapter in self.by_path.values() for pair in adapter.peft_tensors(tensor_of))
+        for adapter in self.by_path.values():
+            yield from adapter.shards(tensor_of)
 
 
 class AdapterHost:
-    """Puts the active tenant's adapters into the base model's forward pass. Switching copies nothing."""
+    """Puts the active tenant's adapters into a base model chunk's forward pass. Switching copies nothing."""
 
     def __init__(self, model: GPTModel, spec: ModelSpec) -> None:
         self.active: AdapterSet | None = None

@@ -1,7 +1,7 @@
 """The one path that `forward` and `forward_backward` share: same microbatches, same loss, same bits.
 
 Logprobs come out of the loss pass itself. A forward differs in `forward_only` alone, which Megatron's schedule
-takes to mean: no backward call.
+takes to mean: no backward call. One pass may carry microbatches of several requests, each with a loss of its own.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from actors import device
-from actors.packing import PackedRequest
+from actors.models.build import LogprobModel
+from actors.packing import PackedRequest, Slot
+from actors.pipeline import communication
 from loss_hub import BatchInputs, CheckedRequest, evaluate
 
 
@@ -27,14 +29,14 @@ from loss_hub import BatchInputs, CheckedRequest, evaluate
 class Microbatch:
     """Datums of one request, right-padded for the model and flat for the loss."""
 
-    index: int
-    """Its number in the request."""
+    slot: Slot
     tokens_B_S: Tensor
     targets_B_S: Tensor
     """(B, S), or (B, S, K); padding holds token 0."""
     flat_N: Tensor
     """Where the N real positions stand in the flattened (B · S)."""
-    batch: BatchInputs
+    batch: BatchInputs | None
+    """None where there is nothing but padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,94 +44,149 @@ class MicrobatchOutput:
     """What one microbatch gives back."""
 
     index: int
+    """Its number in the request."""
     logprobs: list[np.ndarray]
     """float32, one per datum of the microbatch in its order, shaped like the datum's targets."""
     metrics: dict[str, float]
 
 
-def microbatches(request: PackedRequest, chosen: Sequence[int]) -> Iterator[Microbatch]:
-    """The chosen microbatches of a request as tensors on this rank's device."""
-    offsets = [0, *accumulate(request.lengths)]
-    widths = [k or 1 for k in request.ks]
-    wide = [0, *accumulate(n * k for n, k in zip(request.lengths, widths, strict=True))]
-    like_targets = {spec.name for spec in request.loss.inputs if spec.like_targets}
-    # The arrays may be read-only views of shared memory; torch wants memory of its own.
-    tokens = torch.from_numpy(request.tokens.copy())
-    flat = {name: torch.from_numpy(values.copy()) for name, values in request.inputs.items()}
-    where = device.device()
+class LossFailed(RuntimeError):
+    """A loss could not be computed. Raised when the pass is over, so that no rank waits for another one."""
 
-    def inputs_of(i: int) -> dict[str, Tensor]:
+
+class _Arrays:
+    """A request's flat arrays as tensors, cut into its datums."""
+
+    def __init__(self, request: PackedRequest) -> None:
+        self._request = request
+        self._offsets = [0, *accumulate(request.lengths)]
+        self._widths = [k or 1 for k in request.ks]
+        self._wide = [0, *accumulate(n * k for n, k in zip(request.lengths, self._widths, strict=True))]
+        self._like_targets = {spec.name for spec in request.loss.inputs if spec.like_targets}
+        # The arrays may be read-only views of shared memory; torch wants memory of its own.
+        self._tokens = torch.from_numpy(request.tokens.copy())
+        self._flat = {name: torch.from_numpy(values.copy()) for name, values in request.inputs.items()}
+
+    def tokens(self, i: int) -> Tensor:
+        return self._tokens[self._offsets[i] : self._offsets[i + 1]]
+
+    def inputs(self, i: int) -> dict[str, Tensor]:
         out = {}
-        for name, values in flat.items():
-            if name in like_targets:
-                part = values[wide[i] : wide[i + 1]]
-                out[name] = part if request.ks[i] is None else part.view(-1, widths[i])
+        for name, values in self._flat.items():
+            if name in self._like_targets:
+                part = values[self._wide[i] : self._wide[i + 1]]
+                out[name] = part if self._request.ks[i] is None else part.view(-1, self._widths[i])
             else:
-                out[name] = values[offsets[i] : offsets[i + 1]]
+                out[name] = values[self._offsets[i] : self._offsets[i + 1]]
         return out
 
-    for index in chosen:
-        datums = request.microbatches[index]
+    def microbatch(self, slot: Slot) -> Microbatch:
+        request, where = self._request, device.device()
+        assert slot.index is not None
+        datums = request.microbatches[slot.index]
         batch = CheckedRequest(
             loss=request.loss,
             config=request.config,
             lengths=tuple(request.lengths[i] for i in datums),
             ks=tuple(request.ks[i] for i in datums),
-            tensors=tuple(inputs_of(i) for i in datums),
+            tensors=tuple(self.inputs(i) for i in datums),
         ).batch(range(len(datums)))
-        S = max(batch.lengths)
+        B, S = slot.rows, slot.columns
         flat_N = torch.cat([torch.arange(row * S, row * S + n) for row, n in enumerate(batch.lengths)])
-        tokens_B_S = torch.zeros(len(datums) * S, dtype=torch.int64)
-        tokens_B_S[flat_N] = torch.cat([tokens[offsets[i] : offsets[i + 1]] for i in datums])
+        tokens_B_S = torch.zeros(B * S, dtype=torch.int64)
+        tokens_B_S[flat_N] = torch.cat([self.tokens(i) for i in datums])
         targets_N = batch.targets_N
-        targets_B_S = torch.zeros(len(datums) * S, *targets_N.shape[1:], dtype=torch.int64)
+        targets_B_S = torch.zeros(B * S, *targets_N.shape[1:], dtype=torch.int64)
         targets_B_S[flat_N] = targets_N
-        yield Microbatch(
-            index=index,
-            tokens_B_S=tokens_B_S.view(len(datums), S).to(where),
-            targets_B_S=targets_B_S.view(len(datums), S, *targets_N.shape[1:]).to(where),
+        return Microbatch(
+            slot=slot,
+            tokens_B_S=tokens_B_S.view(B, S).to(where),
+            targets_B_S=targets_B_S.view(B, S, *targets_N.shape[1:]).to(where),
             flat_N=flat_N.to(where),
             batch=batch.to(where),
         )
 
 
-def run(model: GPTModel, request: PackedRequest, chosen: Sequence[int]) -> list[MicrobatchOutput]:
-    """Run the chosen microbatches in order; gradients accumulate unless the request is `forward_only`.
+def _padding(slot: Slot) -> Microbatch:
+    zeros_B_S = torch.zeros(slot.rows, slot.columns, dtype=torch.int64, device=device.device())
+    return Microbatch(slot, zeros_B_S, zeros_B_S, zeros_B_S.new_empty(0), None)
 
-    Finalizes nothing: the model's configuration has a no-op there. Returns outputs on the last pipeline stage,
-    an empty list elsewhere.
+
+def microbatches(requests: Sequence[PackedRequest], slots: Sequence[Slot]) -> Iterator[Microbatch]:
+    """The slots' microbatches as tensors on this rank's device."""
+    arrays: dict[int, _Arrays] = {}
+    for slot in slots:
+        if slot.index is None:
+            yield _padding(slot)
+            continue
+        if slot.request not in arrays:
+            arrays = {slot.request: _Arrays(requests[slot.request])}
+        yield arrays[slot.request].microbatch(slot)
+
+
+def run(
+    chunks: Sequence[LogprobModel], requests: Sequence[PackedRequest], slots: Sequence[Slot]
+) -> list[list[MicrobatchOutput]]:
+    """Run the slots in order; gradients accumulate unless the requests are `forward_only`.
+
+    Finalizes nothing: the model's configuration has a no-op there. Returns outputs by request on ranks that hold the
+    loss, and empty lists elsewhere. Raises LossFailed on those ranks, after the pass.
     """
-    if not chosen:
-        return []
+    found: list[list[MicrobatchOutput]] = [[] for _ in requests]
+    if not slots:
+        return found
+    failures: list[Exception] = []
 
-    def loss_of(microbatch: Microbatch, logprobs_B_S: Tensor) -> tuple[Tensor, Tensor, MicrobatchOutput]:
-        batch = microbatch.batch
-        logprobs_N = logprobs_B_S.reshape(-1, *logprobs_B_S.shape[2:]).index_select(0, microbatch.flat_N)
+    def evaluated(microbatch: Microbatch, logprobs_N: Tensor) -> tuple[Tensor, MicrobatchOutput | None]:
+        batch, slot = microbatch.batch, microbatch.slot
+        if batch is None or slot.index is None:
+            return logprobs_N.sum(), None  # of no position: 0, and no gradient
+        request = requests[slot.request]
         evaluation = evaluate(request.loss, logprobs_N, batch, request.config)
-        output = MicrobatchOutput(
-            index=microbatch.index,
-            logprobs=[part.numpy() for part in batch.split(logprobs_N.detach().cpu())],
-            metrics=evaluation.metrics,
-        )
-        tokens = torch.tensor(microbatch.flat_N.numel(), dtype=torch.int, device=logprobs_N.device)
-        return evaluation.loss_sum, tokens, output
+        parts = [part.numpy() for part in batch.split(logprobs_N.detach().cpu())]
+        return evaluation.loss_sum, MicrobatchOutput(slot.index, parts, evaluation.metrics)
 
-    def forward_step(data: Iterator[Microbatch], model: GPTModel) -> tuple[Tensor, Any]:
+    def loss_of(microbatch: Microbatch, logprobs_B_S: Tensor) -> tuple[Tensor, Tensor, Any]:
+        flat = logprobs_B_S.reshape(-1, *logprobs_B_S.shape[2:])
+        logprobs_N = flat.index_select(0, microbatch.flat_N)
+        output = None
+        try:
+            loss_sum, output = evaluated(microbatch, logprobs_N)
+        except Exception as error:  # other ranks wait for this microbatch's gradient: raised below
+            failures.append(error)
+            loss_sum = flat[:0].sum()
+        tokens = torch.tensor(microbatch.flat_N.numel(), dtype=torch.int, device=logprobs_N.device)
+        return loss_sum, tokens, (microbatch.slot.request, output)
+
+    def forward_step(data: Iterator[Microbatch], model: LogprobModel) -> tuple[Tensor, Any]:
         microbatch = next(data)
+        model.runs_padding = microbatch.batch is None
         B, S = microbatch.tokens_B_S.shape
         positions_B_S = torch.arange(S, device=microbatch.tokens_B_S.device).expand(B, S)
         logprobs_B_S = model(microbatch.tokens_B_S, positions_B_S, None, labels=microbatch.targets_B_S)
         return logprobs_B_S, partial(loss_of, microbatch)
 
-    grad = torch.no_grad() if request.forward_only else torch.enable_grad()
+    forward_only = requests[0].forward_only
+    config = chunks[0].config
+    ways = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    shapes = [(slot.columns // ways, slot.rows, config.hidden_size) for slot in slots]
+    data = [microbatches(requests, slots) for _ in chunks]
+    grad = torch.no_grad() if forward_only else torch.enable_grad()
     with grad:
-        outputs: list[MicrobatchOutput] = get_forward_backward_func()(
+        outputs = get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=microbatches(request, chosen),
-            model=[model],
-            num_microbatches=len(chosen),
-            seq_length=max(request.lengths),
+            data_iterator=data if len(chunks) > 1 else data[0],
+            model=list(chunks),
+            num_microbatches=len(slots),
+            seq_length=max(slot.columns for slot in slots),
             micro_batch_size=1,
-            forward_only=request.forward_only,
+            forward_only=forward_only,
+            **communication(config, shapes),
         )
-    return outputs
+    if failures:
+        raise LossFailed(str(failures[0])) from failures[0]
+    if parallel_state.is_pipeline_last_stage():
+        for number, output in outputs:
+            if output is not None:
+                found[number].append(output)
+    return found

@@ -7,15 +7,18 @@ Megatron's optimizer holding the state, sharded over data-parallel ranks where t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
-from torch import Tensor
+from megatron.core.transformer.module import param_is_not_shared
+from torch import Tensor, nn
 
 from bus.events import AdamParams
 
@@ -23,7 +26,7 @@ CLIP_EPSILON = 1e-6
 """Added to the norm by torch.nn.utils.clip_grad_norm_, so by us."""
 
 
-def build(ddp: DistributedDataParallel, *, distributed: bool) -> MegatronOptimizer:
+def build(ddps: Sequence[DistributedDataParallel], *, distributed: bool) -> MegatronOptimizer:
     """The optimizer of one tenant's parameters, in float32."""
     config = OptimizerConfig(
         optimizer="adam",
@@ -35,7 +38,7 @@ def build(ddp: DistributedDataParallel, *, distributed: bool) -> MegatronOptimiz
         use_distributed_optimizer=distributed,
         log_num_zeros_in_grad=False,
     )
-    return get_megatron_optimizer(config, [ddp], use_gloo_process_groups=False)
+    return get_megatron_optimizer(config, list(ddps), use_gloo_process_groups=False)
 
 
 def _parts(optimizer: MegatronOptimizer) -> list[Any]:
@@ -45,23 +48,34 @@ def _parts(optimizer: MegatronOptimizer) -> list[Any]:
 def parameters(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
     """What the optimizer steps on this rank: parameters, or this rank's shards of them."""
     for part in _parts(optimizer):
-        yield from part.get_parameters()
+        if not part.is_stub_optimizer:  # a pipeline stage may have nothing to train
+            yield from part.get_parameters()
+
+
+def _counts(parameter: Tensor, *, sharded: bool) -> bool:
+    """Whether this rank's copy is the one that counts in the norm, of all the ranks that hold it."""
+    if not (param_is_not_tensor_parallel_duplicate(parameter) and param_is_not_shared(parameter)):
+        return False
+    if sharded:
+        return True
+    if getattr(parameter, "allreduce", True):
+        return parallel_state.get_data_parallel_rank() == 0
+    return parallel_state.get_expert_data_parallel_rank() == 0
 
 
 @torch.no_grad()
-def gradient_norm(optimizer: MegatronOptimizer) -> float:
+def gradient_norm(optimizer: MegatronOptimizer, *, sharded: bool) -> float:
     """Global L2 norm of the finalized gradient, accumulated in float64, equal on every rank.
 
-    Call after `prepare_grads`. Parameters replicated over tensor-parallel ranks count once.
+    Call after `prepare_grads`. Whatever several ranks hold counts once: replicas, and an embedding that the first
+    and the last stage share. `sharded`: data-parallel ranks hold shards, not replicas.
     """
-    total = 0.0
-    for part in _parts(optimizer):
-        squares = torch.zeros(1, dtype=torch.float64, device="cuda")
-        for parameter in part.get_parameters():
-            if parameter.grad is not None and param_is_not_tensor_parallel_duplicate(parameter):
-                squares += parameter.grad.double().pow(2).sum()
-        dist.all_reduce(squares, group=part.get_grad_stats_parallel_group())
-        total += squares.item()
+    squares = torch.zeros(1, dtype=torch.float64, device="cuda")
+    for parameter in parameters(optimizer):
+        if parameter.grad is not None and _counts(parameter, sharded=sharded):
+            squares += parameter.grad.double().pow(2).sum()
+    dist.all_reduce(squares)
+    total = squares.item()
     return math.sqrt(total) if math.isfinite(total) else total
 
 
@@ -80,3 +94,35 @@ def step(optimizer: MegatronOptimizer, adam: AdamParams, norm: float) -> None:
         group["eps"] = adam.eps
         group["weight_decay"] = adam.weight_decay
     optimizer.step_with_ready_grads()
+
+
+@torch.no_grad()
+def moment(optimizer: MegatronOptimizer, name: str, parameter: nn.Parameter) -> Tensor:
+    """`exp_avg` or `exp_avg_sq` of a parameter, shaped like it; zeros before its first step.
+
+    Collective where the state is sharded over data-parallel ranks: every rank asks for the same parameters.
+    """
+    for part in _parts(optimizer):
+        if part.is_stub_optimizer:
+            continue
+        if not isinstance(part, DistributedOptimizer):
+            found = part.optimizer.state.get(parameter)
+            if found is not None:
+                values: Tensor = found[name]
+                return values
+        elif any(parameter in buffer.param_index_map for buffer in part.buffers):
+            return _gathered(part, name, parameter)
+    return torch.zeros_like(parameter)
+
+
+def _gathered(part: DistributedOptimizer, name: str, parameter: nn.Parameter) -> Tensor:
+    flat = torch.zeros_like(parameter).view(-1)
+    if parameter in part.model_param_group_index_map:
+        group, order = part.model_param_group_index_map[parameter]
+        shard = part.optimizer.param_groups[group]["params"][order]
+        mine = part._get_model_param_range_map(parameter)["param"]
+        if shard in part.optimizer.state:
+            flat[mine.start : mine.end] = part.optimizer.state[shard][name]
+    # Shards do not overlap, so the sum adds zeros and is exact.
+    dist.all_reduce(flat, group=part.data_parallel_group)
+    return flat.view(parameter.shape)

@@ -1,20 +1,32 @@
-"""The models that train on one base: each an adapter set with a gradient window and an optimizer of its own."""
+"""The models that train on one base: adapters over it or a full copy, each with a gradient window and an optimizer."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
-from torch import Tensor
+from torch import Tensor, nn
 
 from actors import optimizer as adamw
+from actors import weights
 from actors.layout import Layout
 from actors.lora import AdapterConfig, AdapterHost, AdapterSet
+from actors.models.build import LogprobModel, build
 from actors.models.spec import ModelSpec
+from actors.shards import Shard
 from actors.window import Window
+
+
+@dataclass(frozen=True, slots=True)
+class FullConfig:
+    """Every parameter of the model trains. It starts from the base weights, so there is nothing to choose."""
+
+
+TenantConfig = AdapterConfig | FullConfig
 
 
 @dataclass(slots=True)
@@ -22,24 +34,41 @@ class Tenant:
     """One model that is in memory."""
 
     model_id: str
-    adapters: AdapterSet
-    ddp: DistributedDataParallel
+    config: TenantConfig
+    chunks: Sequence[LogprobModel]
+    """What a pass runs: the base model's chunks, or the tenant's own."""
+    trained: Sequence[nn.Module]
+    """What it trains, chunk by chunk: adapter sets, or the chunks themselves."""
+    spec: ModelSpec
+    ddps: Sequence[DistributedDataParallel]
     optimizer: MegatronOptimizer
     window: Window
     steps: int = 0
     """Optimizer steps asked for, skipped ones included."""
 
+    def shards(self, tensor_of: Callable[[nn.Parameter], Tensor]) -> list[Shard]:
+        """This rank's part of whatever `tensor_of` gives for a trained parameter, under PEFT's or HF's names."""
+        found: list[Shard] = []
+        for module in self.trained:
+            if isinstance(module, AdapterSet):
+                found.extend(module.shards(tensor_of))
+            else:
+                found.extend(weights.shards(module, self.spec, tensor_of))
+        return found
+
     def weights(self) -> dict[str, Tensor]:
-        """This rank's adapter weights under PEFT's names."""
-        return self.adapters.peft_tensors(lambda parameter: parameter.detach())
+        """This rank's part of the trained weights."""
+        return {shard.name: shard.tensor for shard in self.shards(lambda parameter: parameter.detach())}
 
 
 class Tenants:
     """Who is in memory, and who is active."""
 
-    def __init__(self, model: GPTModel, spec: ModelSpec, layout: Layout) -> None:
-        self._model, self._spec, self._layout = model, spec, layout
-        self._host = AdapterHost(model, spec)
+    def __init__(
+        self, base: Sequence[LogprobModel], spec: ModelSpec, layout: Layout, model_folder: Path
+    ) -> None:
+        self._base, self._spec, self._layout, self._folder = base, spec, layout, model_folder
+        self._hosts = [AdapterHost(chunk, spec) for chunk in base]
         self._by_id: dict[str, Tenant] = {}
 
     def __contains__(self, model_id: str) -> bool:
@@ -48,36 +77,54 @@ class Tenants:
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def create(self, model_id: str, config: AdapterConfig) -> Tenant:
-        """A fresh adapter, neutral until its first step."""
-        adapters = AdapterSet(self._model, self._spec, config)
-        ddp = DistributedDataParallel(
-            self._model.config,
-            DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True,
-                overlap_grad_reduce=False,
-                use_distributed_optimizer=self._layout.distributed_optimizer,
-            ),
-            adapters,
-        )
-        optimizer = adamw.build(ddp, distributed=self._layout.distributed_optimizer)
-        tenant = Tenant(model_id, adapters, ddp, optimizer, Window(ddp))
+    def create(self, model_id: str, config: TenantConfig) -> Tenant:
+        """A fresh model: computes what the base computes until its first step."""
+        chunks: Sequence[LogprobModel]
+        trained: Sequence[nn.Module]
+        if isinstance(config, FullConfig):
+            chunks = trained = self._full_copy()
+        else:
+            chunks = self._base
+            trained = [AdapterSet(chunk, self._spec, config) for chunk in self._base]
+        modules: list[nn.Module] = list(trained)
+        ddps = [self._wrapped(module, number) for number, module in enumerate(modules)]
+        optimizer = adamw.build(ddps, distributed=self._layout.distributed_optimizer)
+        overlap = self._layout.overlap_grad_reduce
+        window = Window(ddps, overlap=overlap)
+        tenant = Tenant(model_id, config, chunks, trained, self._spec, ddps, optimizer, window)
         self._by_id[model_id] = tenant
         return tenant
+
+    def _full_copy(self) -> list[LogprobModel]:
+        chunks = build(self._spec, self._layout)
+        for chunk in chunks:
+            weights.load(chunk, self._spec, self._folder)
+        return chunks
+
+    def _wrapped(self, module: nn.Module, number: int) -> DistributedDataParallel:
+        config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=self._layout.overlap_grad_reduce,
+            use_distributed_optimizer=self._layout.distributed_optimizer,
+        )
+        return DistributedDataParallel(self._base[0].config, config, module, disable_bucketing=number > 0)
 
     def activate(self, model_id: str) -> Tenant:
         """The tenant, its adapters now in the forward pass. KeyError when it is not in memory."""
         tenant = self._by_id[model_id]
-        self._host.active = tenant.adapters
+        for host, module in zip(self._hosts, tenant.trained, strict=True):
+            host.active = module if isinstance(module, AdapterSet) else None
         return tenant
 
     def drop(self, model_id: str) -> None:
         """Forget a tenant and free its memory."""
         tenant = self._by_id.pop(model_id)
-        if self._host.active is tenant.adapters:
-            self._host.active = None
-        for parameter in tenant.adapters.parameters():
-            parameter.grad = None
-            parameter.main_grad = None  # type: ignore[attr-defined]
+        for host, module in zip(self._hosts, tenant.trained, strict=True):
+            if host.active is module:
+                host.active = None
+            for parameter in module.parameters():
+                parameter.grad = None
+                parameter.main_grad = None  # type: ignore[attr-defined]
         with torch.no_grad():
-            tenant.ddp.grad_accs.clear()
+            for ddp in tenant.ddps:
+                ddp.grad_accs.clear()

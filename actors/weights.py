@@ -1,22 +1,26 @@
 """Base weights between a Hugging Face folder of safetensors and a Megatron `GPTModel`.
 
 Megatron fuses what Hugging Face keeps apart: q, k and v of each query group stand together in `linear_qkv`, gate
-and up in `linear_fc1`. A rank takes its own rows or columns; layers are numbered over the whole pipeline.
+and up in `linear_fc1`. A rank takes its own rows, columns or experts; layers are numbered over the whole pipeline.
+One table, `entries`, says it for both directions.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from actors.models.spec import ModelSpec, UnsupportedModel
+from actors.shards import Shard
 
 Read = Callable[..., Tensor]
 """Called with a Hugging Face name and the shape that the spec gives it."""
@@ -57,103 +61,143 @@ class SafetensorsFolder:
         return tensor.float()
 
 
-def fuse_qkv(q: Tensor, k: Tensor, v: Tensor, spec: ModelSpec) -> Tensor:
+def fuse_qkv(q: Tensor, k: Tensor, v: Tensor, groups: int) -> Tensor:
     """Rows of q, k and v, query group by query group, as Megatron's `linear_qkv` wants them."""
-    groups = spec.num_query_groups
     parts = [t.reshape(groups, -1, *t.shape[1:]) for t in (q, k, v)]
     return torch.cat(parts, dim=1).reshape(-1, *q.shape[1:])
 
 
 def split_qkv(qkv: Tensor, spec: ModelSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """The inverse of `fuse_qkv`."""
+    """The inverse of `fuse_qkv`, for all query groups or a rank's."""
     per_group = spec.num_attention_heads // spec.num_query_groups
-    grouped = qkv.reshape(spec.num_query_groups, (per_group + 2) * spec.head_dim, *qkv.shape[1:])
+    grouped = qkv.reshape(-1, (per_group + 2) * spec.head_dim, *qkv.shape[1:])
     q, k, v = grouped.split([per_group * spec.head_dim, spec.head_dim, spec.head_dim], dim=1)
     return tuple(t.reshape(-1, *qkv.shape[1:]) for t in (q, k, v))
 
 
-def _mine(full: Tensor, dim: int) -> Tensor:
-    """This tensor-parallel rank's slice."""
-    size = parallel_state.get_tensor_model_parallel_world_size()
-    return full.chunk(size, dim=dim)[parallel_state.get_tensor_model_parallel_rank()]
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A tensor of the folder."""
+
+    name: str
+    shape: tuple[int, ...]
+    split: int | None
+    """The dimension that tensor-parallel ranks share out; None where each holds it whole."""
 
 
-def megatron_tensors(model: GPTModel, spec: ModelSpec, read: Read) -> Iterator[tuple[str, Tensor]]:
-    """(Megatron parameter name, this rank's values) for every parameter of the rank's model."""
-    vocab, hidden, ffn = spec.vocab_size, spec.hidden_size, spec.ffn_hidden_size
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One Megatron parameter and what it is made of."""
+
+    parameter: str
+    sources: tuple[Source, ...]
+    join: Literal["one", "qkv", "stack"]
+
+
+def _mlp(here: str, hf: str, hidden: int, ffn: int, *, split: bool) -> Iterator[Entry]:
+    rows, columns = (0, 1) if split else (None, None)
+    gate_up = tuple(Source(f"{hf}.{name}_proj.weight", (ffn, hidden), rows) for name in ("gate", "up"))
+    yield Entry(f"{here}.linear_fc1.weight", gate_up, "stack")
+    down = Source(f"{hf}.down_proj.weight", (hidden, ffn), columns)
+    yield Entry(f"{here}.linear_fc2.weight", (down,), "one")
+
+
+def entries(model: GPTModel, spec: ModelSpec) -> Iterator[Entry]:
+    """Every parameter of this rank's model chunk."""
+    vocab, hidden = spec.vocab_size, spec.hidden_size
     heads, groups = spec.num_attention_heads * spec.head_dim, spec.num_query_groups * spec.head_dim
+
+    def one(parameter: str, name: str, shape: tuple[int, ...], split: int | None = None) -> Entry:
+        return Entry(parameter, (Source(name, shape, split),), "one")
+
+    embedding = "model.embed_tokens.weight"
     if model.pre_process:
-        yield "embedding.word_embeddings.weight", _mine(read("model.embed_tokens.weight", vocab, hidden), 0)
+        yield one("embedding.word_embeddings.weight", embedding, (vocab, hidden), 0)
     for index, layer in enumerate(model.decoder.layers):
-        hf = f"model.layers.{layer.layer_number - 1}"
-        mine = f"decoder.layers.{index}"
-        attention = f"{hf}.self_attn"
-        kinds = {"weight": (hidden,), "bias": ()} if spec.qkv_bias else {"weight": (hidden,)}
-        for kind, inputs in kinds.items():
-            q = read(f"{attention}.q_proj.{kind}", heads, *inputs)
-            k, v = (read(f"{attention}.{name}_proj.{kind}", groups, *inputs) for name in "kv")
-            yield f"{mine}.self_attention.linear_qkv.{kind}", _mine(fuse_qkv(q, k, v, spec), 0)
+        here, hf = f"decoder.layers.{index}", f"model.layers.{layer.layer_number - 1}"
+        for kind in ("weight", "bias") if spec.qkv_bias else ("weight",):
+            inputs = (hidden,) if kind == "weight" else ()
+            sources = tuple(
+                Source(f"{hf}.self_attn.{name}_proj.{kind}", (rows, *inputs), 0)
+                for name, rows in (("q", heads), ("k", groups), ("v", groups))
+            )
+            yield Entry(f"{here}.self_attention.linear_qkv.{kind}", sources, "qkv")
         if spec.qk_norm:
             for name in "qk":
-                norm = read(f"{attention}.{name}_norm.weight", spec.head_dim)
-                yield f"{mine}.self_attention.{name}_layernorm.weight", norm
-        proj = read(f"{attention}.o_proj.weight", hidden, heads)
-        yield f"{mine}.self_attention.linear_proj.weight", _mine(proj, 1)
-        yield f"{mine}.input_layernorm.weight", read(f"{hf}.input_layernorm.weight", hidden)
-        yield f"{mine}.pre_mlp_layernorm.weight", read(f"{hf}.post_attention_layernorm.weight", hidden)
-        gate, up = (_mine(read(f"{hf}.mlp.{name}_proj.weight", ffn, hidden), 0) for name in ("gate", "up"))
-        yield f"{mine}.mlp.linear_fc1.weight", torch.cat([gate, up])
-        yield f"{mine}.mlp.linear_fc2.weight", _mine(read(f"{hf}.mlp.down_proj.weight", hidden, ffn), 1)
+                ours = f"{here}.self_attention.{name}_layernorm.weight"
+                yield one(ours, f"{hf}.self_attn.{name}_norm.weight", (spec.head_dim,))
+        proj = f"{here}.self_attention.linear_proj.weight"
+        yield one(proj, f"{hf}.self_attn.o_proj.weight", (hidden, heads), 1)
+        yield one(f"{here}.input_layernorm.weight", f"{hf}.input_layernorm.weight", (hidden,))
+        yield one(f"{here}.pre_mlp_layernorm.weight", f"{hf}.post_attention_layernorm.weight", (hidden,))
+        if spec.moe is None:
+            yield from _mlp(f"{here}.mlp", f"{hf}.mlp", hidden, spec.ffn_hidden_size, split=True)
+            continue
+        yield one(f"{here}.mlp.router.weight", f"{hf}.mlp.gate.weight", (spec.moe.num_experts, hidden))
+        for local, number in enumerate(layer.mlp.local_expert_indices):
+            ours, theirs = f"{here}.mlp.experts.local_experts.{local}", f"{hf}.mlp.experts.{number}"
+            yield from _mlp(ours, theirs, hidden, spec.moe.ffn_hidden_size, split=False)
     if model.post_process:
-        yield "decoder.final_layernorm.weight", read("model.norm.weight", hidden)
+        yield one("decoder.final_layernorm.weight", "model.norm.weight", (hidden,))
         if not spec.tied_embeddings:
-            yield "output_layer.weight", _mine(read("lm_head.weight", vocab, hidden), 0)
+            yield one("output_layer.weight", "lm_head.weight", (vocab, hidden), 0)
         elif not model.pre_process:
-            yield "output_layer.weight", _mine(read("model.embed_tokens.weight", vocab, hidden), 0)
+            yield one("output_layer.weight", embedding, (vocab, hidden), 0)
+
+
+def _mine(full: Tensor, split: int | None) -> Tensor:
+    """This tensor-parallel rank's slice; where the ranks do not divide the rows, the last ones are zero."""
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    if split is None or size == 1:
+        return full
+    if missing := -full.shape[split] % size:
+        full = torch.cat([full, full.new_zeros(missing, *full.shape[1:])])
+    return full.chunk(size, dim=split)[parallel_state.get_tensor_model_parallel_rank()]
+
+
+def _joined(how: str, parts: Sequence[Tensor], spec: ModelSpec) -> Tensor:
+    if how == "one":
+        return parts[0]
+    if how == "stack":
+        return torch.cat(list(parts))
+    groups = spec.num_query_groups // parallel_state.get_tensor_model_parallel_world_size()
+    return fuse_qkv(parts[0], parts[1], parts[2], groups)
+
+
+def _parted(entry: Entry, values: Tensor, spec: ModelSpec) -> Sequence[Tensor]:
+    if entry.join == "one":
+        return (values,)
+    return values.chunk(len(entry.sources)) if entry.join == "stack" else split_qkv(values, spec)
 
 
 @torch.no_grad()
 def load(model: GPTModel, spec: ModelSpec, folder: Path) -> None:
-    """Set every parameter of this rank's model from the folder, in float32.
+    """Set every parameter of this rank's model chunk from the folder, in float32.
 
     Raises UnsupportedModel for a missing tensor or one of another shape; nothing is left unset.
     """
+    read = SafetensorsFolder(folder)
     parameters = dict(model.named_parameters())
-    for name, values in megatron_tensors(model, spec, SafetensorsFolder(folder)):
-        parameter = parameters.pop(name)
-        if parameter.shape != values.shape:
-            raise UnsupportedModel(
-                f"{folder}: {name} should have shape {tuple(parameter.shape)}, the folder's has {tuple(values.shape)}"
-            )
-        parameter.copy_(values)
+    for entry in entries(model, spec):
+        parts = [_mine(read(source.name, *source.shape), source.split) for source in entry.sources]
+        parameters.pop(entry.parameter).copy_(_joined(entry.join, parts, spec))
     if parameters:
         raise UnsupportedModel(f"{folder} sets no values for {', '.join(sorted(parameters))}")
 
 
+def shards(model: GPTModel, spec: ModelSpec, tensor_of: Callable[[nn.Parameter], Tensor]) -> Iterator[Shard]:
+    """This rank's part of every tensor of the chunk, under Hugging Face names.
+
+    `tensor_of` gives what is wanted of a parameter: its weight, its gradient, a moment of it.
+    """
+    parameters = dict(model.named_parameters())
+    for entry in entries(model, spec):
+        values = tensor_of(parameters[entry.parameter])
+        for source, part in zip(entry.sources, _parted(entry, values, spec), strict=True):
+            size = None if source.split is None else source.shape[source.split]
+            yield Shard(source.name, part, source.split, size)
+
+
 def hugging_face_tensors(model: GPTModel, spec: ModelSpec) -> dict[str, Tensor]:
     """The inverse of `load` for a model that one rank holds whole: tensors under Hugging Face names."""
-    own = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    out = {
-        "model.embed_tokens.weight": own["embedding.word_embeddings.weight"],
-        "model.norm.weight": own["decoder.final_layernorm.weight"],
-    }
-    if not spec.tied_embeddings:
-        out["lm_head.weight"] = own["output_layer.weight"]
-    for index in range(spec.num_layers):
-        hf, mine = f"model.layers.{index}", f"decoder.layers.{index}"
-        for kind in ("weight", "bias") if spec.qkv_bias else ("weight",):
-            parts = split_qkv(own[f"{mine}.self_attention.linear_qkv.{kind}"], spec)
-            out |= {f"{hf}.self_attn.{n}_proj.{kind}": t for n, t in zip("qkv", parts, strict=True)}
-        if spec.qk_norm:
-            for n in "qk":
-                out[f"{hf}.self_attn.{n}_norm.weight"] = own[f"{mine}.self_attention.{n}_layernorm.weight"]
-        gate, up = own[f"{mine}.mlp.linear_fc1.weight"].chunk(2)
-        out |= {
-            f"{hf}.self_attn.o_proj.weight": own[f"{mine}.self_attention.linear_proj.weight"],
-            f"{hf}.input_layernorm.weight": own[f"{mine}.input_layernorm.weight"],
-            f"{hf}.post_attention_layernorm.weight": own[f"{mine}.pre_mlp_layernorm.weight"],
-            f"{hf}.mlp.gate_proj.weight": gate,
-            f"{hf}.mlp.up_proj.weight": up,
-            f"{hf}.mlp.down_proj.weight": own[f"{mine}.mlp.linear_fc2.weight"],
-        }
-    return out
+    return {shard.name: shard.tensor for shard in shards(model, spec, lambda parameter: parameter.detach())}

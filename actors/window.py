@@ -9,14 +9,27 @@ shard and leaves local values elsewhere, so the next pass would accumulate onto 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from torch import Tensor
 
 
 class PassFailed(RuntimeError):
-    """A pass failed on this rank or another one; the window is as it was before it."""
+    """A request failed on this rank or another one; the window is as it was before it."""
+
+    def __init__(self, error: str, *, elsewhere: bool = False) -> None:
+        super().__init__(error)
+        self.elsewhere = elsewhere
+        """It was another rank, which says what happened."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _pass_failed, (str(self), self.elsewhere)
+
+
+def _pass_failed(error: str, elsewhere: bool) -> PassFailed:
+    return PassFailed(error, elsewhere=elsewhere)
 
 
 class WindowIncomplete(RuntimeError):
@@ -33,8 +46,10 @@ class WindowIncomplete(RuntimeError):
 class Window:
     """Gradient buffers of one tenant, and what they hold."""
 
-    def __init__(self, ddp: DistributedDataParallel) -> None:
-        self._ddp = ddp
+    def __init__(self, ddps: Sequence[DistributedDataParallel], *, overlap: bool = False) -> None:
+        """`ddps`: one for each model chunk. `overlap`: they reduce their buckets asynchronously."""
+        self._ddps = ddps
+        self._overlap = overlap
         self.calls = 0
         """`forward_backward` requests since the last step."""
         self.microbatches = 0
@@ -43,18 +58,23 @@ class Window:
         self.lost: set[int] = set()
         """Labels of this window's calls that failed on the ranks."""
 
-    def _gradients(self) -> list[Tensor]:
-        return [b.grad_data for b in (*self._ddp.buffers, *self._ddp.expert_parallel_buffers)]
+    def buffers(self) -> list[Tensor]:
+        """The gradient buffers themselves, in an order that is the same every time."""
+        return [
+            buffer.grad_data for ddp in self._ddps for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers)
+        ]
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
         """Within it passes add to the buffers; an exception puts the buffers back."""
-        before = [g.clone() for g in self._gradients()]
+        before = [gradient.clone() for gradient in self.buffers()]
         try:
-            with self._ddp.no_sync():
+            with contextlib.ExitStack() as stack:
+                for ddp in self._ddps:
+                    stack.enter_context(ddp.no_sync())
                 yield
         except BaseException:
-            for gradient, saved in zip(self._gradients(), before, strict=True):
+            for gradient, saved in zip(self.buffers(), before, strict=True):
                 gradient.copy_(saved)
             raise
 
@@ -65,11 +85,21 @@ class Window:
         self.tokens += tokens
 
     def finalize(self) -> None:
-        """Sum the window's gradient over the data-parallel ranks. Every rank calls it once per step."""
-        finalize_model_grads([self._ddp], None)
+        """Sum the window's gradient over whoever holds parts of it. Every rank calls it once per step.
+
+        Data-parallel replicas sum everything; tensor-parallel ranks what each computed in part (norms of their own
+        heads, norms under sequence parallelism); the first and the last stage the embedding they share.
+        """
+        if self._overlap:
+            # Megatron starts a bucket when its last gradient of the last pass is there. Which pass is a window's
+            # last one shows only now.
+            for ddp in self._ddps:
+                ddp.start_grad_sync()
+        finalize_model_grads(list(self._ddps), None)
 
     def clear(self) -> None:
         """Start an empty window."""
-        self._ddp.zero_grad_buffer()
+        for ddp in self._ddps:
+            ddp.zero_grad_buffer()
         self.calls = self.microbatches = self.tokens = 0
         self.lost.clear()

@@ -86,11 +86,21 @@ class Layout(Section, frozen=True):
     dp: Count = 1
     """Data-parallel replicas."""
     tp: Count = 1
-    """Tensor-parallel ranks. More than 1 comes with a later release."""
+    """Tensor-parallel ranks."""
     pp: Count = 1
-    """Pipeline stages. More than 1 comes with a later release."""
+    """Pipeline stages."""
+    virtual_pp: Count = 1
+    """Model chunks on each pipeline stage; more than 1 interleaves them."""
+    ep: Count = 1
+    """Ranks that share out a model's experts, taken from the tp * dp ranks of a stage."""
+    cp: Count = 1
+    """Context-parallel ranks; this release has 1."""
+    sequence_parallel: bool = False
+    """Split norms and residuals over the tensor-parallel ranks along the sequence."""
     distributed_optimizer: bool = False
     """Shard gradients and optimizer state over the data-parallel ranks."""
+    overlap_grad_reduce: bool = False
+    """Reduce the gradient in buckets that are all on their way at once."""
     threads_per_rank: CountOrZero = 0
     """CPU threads of one rank; 0 shares the machine's cores out. Other counts give other last bits."""
 
@@ -228,13 +238,6 @@ def merge(into: dict[str, Any], other: Mapping[str, Any]) -> None:
 
 def check(settings: Settings) -> None:
     """What no single field can say. Raises SettingsError."""
-    for name, what in (("tp", "tensor"), ("pp", "pipeline")):
-        value = getattr(settings.layout, name)
-        if value > 1:
-            raise SettingsError(
-                f"layout.{name} is {value}, but this release runs layout.{name} = 1 only: "
-                f"{what} parallelism comes with a later release"
-            )
     owner: dict[str, str] = {}
     for tenant, row in settings.tenants.items():
         if not tenant:

@@ -110,10 +110,11 @@ class DispatcherPart(BackgroundPart):
 
     async def work(self, bus: Bus, recorder: Recorder) -> None:
         # Torch and Megatron-core take seconds to import; Serve waits for replicas, not for them.
-        from runtime.dispatcher import Dispatcher, group_config, model_folder
+        from runtime import base_model
+        from runtime.dispatcher import Dispatcher, group_config
 
         settings = self._wiring.settings
-        folder = await asyncio.to_thread(model_folder, settings)
+        folder = await asyncio.to_thread(base_model.folder, settings)
         services = Services(
             settings=settings,
             log=OpsLog(bus, self._wiring.group),

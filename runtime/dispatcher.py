@@ -15,10 +15,9 @@ import msgspec
 
 from actors.engine import EngineConfig
 from actors.group import GroupConfig, GroupDied, MegatronGroup
-from actors.layout import Layout
-from actors.models import tiny
 from actors.models.families import spec_of
 from bus.tables import GroupRow
+from runtime import base_model
 from runtime.config import Settings
 from runtime.pipeline import Pipeline
 from runtime.services import Services, patiently
@@ -28,23 +27,15 @@ log = logging.getLogger(__name__)
 REBUILD_PAUSE_S = 1.0
 
 
-def model_folder(settings: Settings) -> Path:
-    """The base model's folder; builds the `tiny` model on first use, which takes some seconds."""
-    if settings.model == "tiny":
-        return tiny.ensure(Path(settings.data).resolve() / "models" / "tiny")
-    return Path(settings.model).resolve()
-
-
 def group_config(settings: Settings, folder: Path, *, gpus: bool) -> GroupConfig:
-    layout = settings.layout
     dump = settings.debug.dump_gradients
     return GroupConfig(
         engine=EngineConfig(
             model_folder=folder,
-            layout=Layout(layout.dp, layout.tp, layout.pp, layout.distributed_optimizer),
+            layout=base_model.layout(settings),
             dump_gradients=Path(dump).resolve() if dump else None,
         ),
-        threads_per_rank=layout.threads(),
+        threads_per_rank=settings.layout.threads(),
         gpus=gpus,
     )
 

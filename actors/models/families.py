@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from actors.models import llama, qwen2, qwen3
+from actors.models import llama, qwen2, qwen3, qwen3_moe
 from actors.models.spec import ModelSpec, UnsupportedModel, read_config
 
-FAMILIES = (llama, qwen2, qwen3)
+FAMILIES = (llama, qwen2, qwen3, qwen3_moe)
 
 
 def spec_of(folder: Path) -> ModelSpec:

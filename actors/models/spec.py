@@ -29,8 +29,21 @@ REQUIRED = (
 
 
 @dataclass(frozen=True, slots=True)
+class MoeSpec:
+    """Experts in the place of every layer's MLP. Routing is dropless and without auxiliary losses."""
+
+    num_experts: int
+    ffn_hidden_size: int
+    """Of one expert."""
+    top_k: int
+    """Experts of each token."""
+    normalized: bool
+    """The chosen experts' probabilities are divided by their sum."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A decoder of RMSNorm, rotary attention with grouped queries, and a SwiGLU MLP."""
+    """A decoder of RMSNorm, rotary attention with grouped queries, and a SwiGLU MLP or experts."""
 
     family: str
     vocab_size: int
@@ -46,6 +59,7 @@ class ModelSpec:
     tied_embeddings: bool
     qk_norm: bool
     qkv_bias: bool
+    moe: MoeSpec | None = None
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -68,7 +82,9 @@ def rope_theta(config: Mapping[str, Any]) -> float:
     return float(parameters.get("rope_theta", config.get("rope_theta", 10_000.0)))
 
 
-def common_spec(config: Mapping[str, Any], family: str, *, qk_norm: bool, qkv_bias: bool) -> ModelSpec:
+def common_spec(
+    config: Mapping[str, Any], family: str, *, qk_norm: bool, qkv_bias: bool, moe: MoeSpec | None = None
+) -> ModelSpec:
     """The fields that all families name alike, after refusing what no family here honours."""
     missing = [name for name in REQUIRED if config.get(name) is None]
     if missing:
@@ -104,4 +120,5 @@ def common_spec(config: Mapping[str, Any], family: str, *, qk_norm: bool, qkv_bi
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         qk_norm=qk_norm,
         qkv_bias=qkv_bias,
+        moe=moe,
     )

@@ -10,33 +10,45 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from actors.models import qwen3
+from actors.models.spec import ModelSpec
+
 SEED = 20_26
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VOCAB_SIZE = 320
 """256 bytes, the special tokens, and rows that no text uses."""
 
 
+CONFIG: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+    "tie_word_embeddings": True,
+    "initializer_range": 0.05,
+    "eos_token_id": 256,
+    "bos_token_id": None,
+    "pad_token_id": 256,
+}
+"""What its `config.json` says."""
+
+
 def config() -> Any:
     """The `transformers` configuration of the tiny model."""
     from transformers import Qwen3Config
 
-    return Qwen3Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=2048,
-        rms_norm_eps=1e-6,
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-        tie_word_embeddings=True,
-        initializer_range=0.05,
-        eos_token_id=256,
-        bos_token_id=None,
-        pad_token_id=256,
-    )
+    return Qwen3Config(**CONFIG)
+
+
+def spec() -> ModelSpec:
+    """Of the folder, whether it has been built or not."""
+    return qwen3.spec(CONFIG)
 
 
 def tokenizer() -> Any:

@@ -38,7 +38,7 @@ def training_loop(
     """(accumulate a batch in microbatches of n datums, step)."""
     opened.create("bare", AdapterConfig(rank=RANK, alpha=32.0, seed=SEED))
     tenant = opened.tenants.activate("bare")
-    model, ddp, optimizer = opened.model, tenant.ddp, tenant.optimizer
+    model, ddp, optimizer = opened.base[0], tenant.ddps[0], tenant.optimizer
     schedule = get_forward_backward_func()
 
     def loss_of(weights: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor, dict[str, float]]:
@@ -66,7 +66,8 @@ def training_loop(
     def step() -> None:
         finalize_model_grads([ddp], None)
         optimizer.prepare_grads()
-        adamw.step(optimizer, AdamParams(learning_rate=LEARNING_RATE), adamw.gradient_norm(optimizer))
+        norm = adamw.gradient_norm(optimizer, sharded=False)
+        adamw.step(optimizer, AdamParams(learning_rate=LEARNING_RATE), norm)
         ddp.zero_grad_buffer()
         optimizer.zero_grad()
 

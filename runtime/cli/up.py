@@ -18,6 +18,7 @@ def up(
     dp: Annotated[int | None, typer.Option(help="Data-parallel replicas.")] = None,
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks.")] = None,
     pp: Annotated[int | None, typer.Option(help="Pipeline stages.")] = None,
+    ep: Annotated[int | None, typer.Option(help="Ranks that share out a model's experts.")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port of the HTTP API; 0 for any free one.")] = None,
     nats: Annotated[
@@ -42,6 +43,7 @@ def up(
         "layout.dp": dp,
         "layout.tp": tp,
         "layout.pp": pp,
+        "layout.ep": ep,
         "http.host": host,
         "http.port": port,
         "nats.url": nats,
@@ -49,6 +51,14 @@ def up(
     try:
         settings = load(config, overrides={name: value for name, value in given.items() if value is not None})
     except SettingsError as error:
+        typer.echo(f"tinkerbus: {error}", err=True)
+        raise typer.Exit(2) from None
+
+    from runtime import base_model
+
+    try:
+        base_model.check(settings)
+    except (base_model.LayoutError, base_model.UnsupportedModel) as error:
         typer.echo(f"tinkerbus: {error}", err=True)
         raise typer.Exit(2) from None
 

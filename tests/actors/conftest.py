@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from actors import device, engine
 from actors.engine import Engine, EngineConfig
-from actors.layout import Layout, join
+from actors.layout import Layout
+from actors.parallel import join
 from tests.support.folders import random_folder
 from tests.support.models import Model
 

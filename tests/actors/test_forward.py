@@ -68,14 +68,14 @@ def test_forward_of_a_window_that_is_empty_leaves_it_empty(tiny_model: Callable[
     model = tiny_model(b_seed=1)
     model.call(random_request(LENGTHS, forward_only=True))
     assert all((gradients == 0).all() for gradients in model.window())
-    assert all(parameter.grad is None for parameter in model.tenant.adapters.parameters())
+    assert all(parameter.grad is None for parameter in model.tenant.trained[0].parameters())
 
 
 def test_neither_kind_of_pass_changes_any_modules_train_mode(
     tiny_model: Callable[..., Model], tiny_engine: Engine
 ) -> None:
     model = tiny_model(AdapterConfig(rank=4, alpha=32, seed=1))
-    modules = [*tiny_engine.model.modules(), *model.tenant.ddp.modules()]
+    modules = [*tiny_engine.base[0].modules(), *model.tenant.ddps[0].modules()]
     before = [module.training for module in modules]
     for forward_only in (True, False, True):
         model.call(random_request(LENGTHS, forward_only=forward_only))

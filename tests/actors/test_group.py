@@ -41,7 +41,7 @@ async def two_ranks(ray_cluster: None, small_folder: Path, dump_folder: Path) ->
 
 
 def of_ranks(folder: Path, model_id: str, step: int, kind: str) -> list[torch.Tensor]:
-    return [dumps.vector(dumps.read(folder, model_id, step, rank)[kind]) for rank in range(2)]
+    return [dumps.vector(dumps.of_rank(folder, model_id, step, rank)[kind]) for rank in range(2)]
 
 
 @pytest.mark.parametrize("forward_only", [False, True], ids=["forward_backward", "forward"])

@@ -84,3 +84,36 @@ def test_a_position_without_weight_has_no_gradient_whatever_its_logits(bad: floa
     assert (logits.grad[1] == 0).all()
     assert torch.isfinite(logits.grad).all()
     assert (logits.grad[[0, 2]] != 0).all()
+
+
+@pytest.mark.parametrize("garbage", [0.0, 1e30, math.nan, math.inf], ids=str)
+@pytest.mark.parametrize("vocab_size", [1, 7, 11])
+def test_columns_that_pad_the_vocabulary_take_no_part(vocab_size: int, garbage: float) -> None:
+    logits = torch.randn(5, 2, 12, generator=torch.Generator().manual_seed(4))
+    logits[..., vocab_size:] = garbage
+    targets = torch.randint(0, vocab_size, (2, 5, 3), generator=torch.Generator().manual_seed(5))
+    ours = logits.clone().requires_grad_()
+    found = target_logprobs(ours, targets, vocab_size)
+    found.sum().backward()
+    theirs, wanted = reference(logits[..., :vocab_size], targets)
+    wanted.sum().backward()
+    torch.testing.assert_close(found.double(), wanted.detach(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(ours.grad[..., :vocab_size].double(), theirs.grad, rtol=1e-5, atol=1e-6)
+    assert (ours.grad[..., vocab_size:] == 0).all()
+
+
+def test_a_vocabulary_that_fills_every_column_gives_the_bits_of_one_that_nobody_named() -> None:
+    logits = torch.randn(6, 2, 40, generator=torch.Generator().manual_seed(6))
+    targets = torch.randint(0, 40, (2, 6), generator=torch.Generator().manual_seed(7))
+    named, unnamed = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    found, wanted = target_logprobs(named, targets, 40), target_logprobs(unnamed, targets)
+    found.sum().backward()
+    wanted.sum().backward()
+    assert torch.equal(found, wanted)
+    assert torch.equal(named.grad, unnamed.grad)
+
+
+@pytest.mark.parametrize("vocab_size", [0, -1, 9])
+def test_a_vocabulary_that_the_columns_cannot_hold_is_refused(vocab_size: int) -> None:
+    with pytest.raises(ValueError, match=f"vocab_size is {vocab_size}; the head has 8 rows"):
+        target_logprobs(torch.zeros(1, 1, 8), torch.tensor([[0]]), vocab_size)

@@ -13,6 +13,7 @@ import torch
 from actors import loss_pass
 from actors.engine import Engine
 from actors.lora import AdapterConfig, initial_a
+from actors.packing import Schedule, slots
 from tests.support.models import Model
 from tests.support.reference import Reference
 from tests.support.requests import random_request
@@ -30,8 +31,8 @@ def base_logprobs(engine: Engine, name: str) -> list[bytes]:
     """What the base model computes with no adapter in its way. `name` is a model, dropped here."""
     engine.unload(name)
     request = random_request(LENGTHS, forward_only=True)
-    (output,) = loss_pass.run(engine.model, request, [0])
-    return [values.tobytes() for values in output.logprobs]
+    (outputs,) = loss_pass.run(engine.base, [request], slots([request], [0], 0, Schedule()))
+    return [values.tobytes() for values in outputs[0].logprobs]
 
 
 @pytest.mark.parametrize("rank", [1, 3, 8, 32, 100])

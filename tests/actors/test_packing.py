@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
 import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.packing import PackingConfig, pack, plan, share
+from actors.packing import PackedRequest, PackingConfig, Schedule, Slot, pack, plan, slots
 from loss_hub import DatumInputs, check
 
 lengths_of_a_request = st.lists(st.integers(1, 200), min_size=1, max_size=40)
@@ -16,7 +20,6 @@ configs = st.builds(
     max_tokens_per_microbatch=st.integers(1, 600),
     max_datums_per_microbatch=st.integers(0, 6),
 )
-any_plan = st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=3).map(tuple), max_size=20)
 
 
 @given(lengths=lengths_of_a_request, config=configs)
@@ -80,14 +83,35 @@ def test_a_worked_example() -> None:
     assert plan([7, 3, 11, 2, 5], config) == ((0, 2), (1, 3, 4))
 
 
-@given(microbatches=any_plan, first=st.integers(0, 50), dp=st.integers(1, 9))
-def test_ranks_share_all_microbatches_once_and_evenly(
-    microbatches: list[tuple[int, ...]], first: int, dp: int
-) -> None:
-    shares = [share(microbatches, first, rank, dp) for rank in range(dp)]
-    assert sorted(k for part in shares for k in part) == list(range(len(microbatches)))
+def request_of(*microbatches: int, request_lengths: tuple[int, ...] = (), **fields: Any) -> PackedRequest:
+    """A request whose microbatches hold that many datums, of lengths 1, 2, 3 … unless given."""
+    total = sum(microbatches)
+    lengths = request_lengths or tuple(range(1, total + 1))
+    starts = list(accumulate(microbatches, initial=0))
+    plan_ = tuple(tuple(range(a, b)) for a, b in pairwise(starts))
+    checked: Any = {"loss": None, "config": None, "ks": (None,) * total, "inputs": {}, "forward_only": False}
+    return PackedRequest(
+        lengths=lengths, tokens=np.zeros(sum(lengths), np.int64), microbatches=plan_, **{**checked, **fields}
+    )
+
+
+def ran(slots_: Sequence[Slot]) -> list[tuple[int, int]]:
+    return [(slot.request, slot.index) for slot in slots_ if slot.index is not None]
+
+
+any_requests = st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=6), min_size=1, max_size=4)
+
+
+@given(sizes=any_requests, first=st.integers(0, 50), dp=st.integers(1, 9))
+def test_ranks_share_all_microbatches_once_and_evenly(sizes: list[list[int]], first: int, dp: int) -> None:
+    requests = [request_of(*microbatches) for microbatches in sizes]
+    firsts = [first + sum(map(len, sizes[:number])) for number in range(len(sizes))]
+    shares = [slots(requests, firsts, rank, Schedule(dp)) for rank in range(dp)]
+    wanted = [(number, index) for number, request in enumerate(sizes) for index in range(len(request))]
+    assert sorted(chosen for part in shares for chosen in ran(part)) == wanted
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
-    assert all(part == sorted(part) for part in shares)
+    assert all(ran(part) == sorted(ran(part)) for part in shares)
+    assert all(len(ran(part)) == len(part) for part in shares), "padding where nothing asks for it"
 
 
 @given(sizes=st.lists(st.integers(1, 6), min_size=1, max_size=6), dp=st.integers(1, 5))
@@ -95,12 +119,66 @@ def test_a_microbatch_of_the_window_goes_to_the_same_rank_however_calls_split_it
     sizes: list[int], dp: int
 ) -> None:
     for rank in range(dp):
-        whole = share([(0,)] * sum(sizes), 0, rank, dp)
+        whole = [i for _, i in ran(slots([request_of(*[1] * sum(sizes))], [0], rank, Schedule(dp)))]
         by_call, first = [], 0
         for size in sizes:
-            by_call += [first + k for k in share([(0,)] * size, first, rank, dp)]
+            by_call += [
+                first + i for _, i in ran(slots([request_of(*[1] * size)], [first], rank, Schedule(dp)))
+            ]
             first += size
         assert by_call == whole
+
+
+@given(
+    sizes=any_requests,
+    first=st.integers(0, 9),
+    groups=st.integers(1, 3),
+    lockstep=st.integers(1, 3),
+    multiple=st.integers(1, 3),
+    columns=st.integers(1, 4),
+    one=st.booleans(),
+)
+def test_ranks_in_lockstep_run_as_many_slots_of_the_same_shapes(
+    sizes: list[list[int]], first: int, groups: int, lockstep: int, multiple: int, columns: int, one: bool
+) -> None:
+    requests = [request_of(*microbatches) for microbatches in sizes]
+    firsts = [first + sum(map(len, sizes[:number])) for number in range(len(sizes))]
+    schedule = Schedule(groups * lockstep, lockstep, multiple, columns, one)
+    plans = [slots(requests, firsts, rank, schedule) for rank in range(groups * lockstep)]
+    everything = [chosen for plan_ in plans for chosen in ran(plan_)]
+    assert sorted(everything) == [(n, i) for n, request in enumerate(sizes) for i in range(len(request))]
+    for start in range(0, len(plans), lockstep):
+        together = plans[start : start + lockstep]
+        shapes = {tuple((slot.rows, slot.columns) for slot in plan_) for plan_ in together}
+        assert len(shapes) == 1
+        assert len(together[0]) % multiple == 0
+        for moment in zip(*together, strict=True):
+            real = [slot for slot in moment if slot.index is not None]
+            assert len({slot.request for slot in real}) <= 1
+            assert not one or len(real) <= 1
+            for slot in real:
+                datums = requests[slot.request].microbatches[slot.index or 0]
+                longest = max(requests[slot.request].lengths[i] for i in datums)
+                assert slot.rows >= len(datums)
+                assert slot.columns >= longest
+                assert slot.columns % columns == 0
+
+
+@given(sizes=any_requests, first=st.integers(0, 9), dp=st.integers(1, 4), lockstep=st.sampled_from([1, 2]))
+def test_requests_in_one_pass_run_in_the_slots_they_have_alone(
+    sizes: list[list[int]], first: int, dp: int, lockstep: int
+) -> None:
+    schedule = Schedule(dp * lockstep, lockstep)
+    requests = [request_of(*microbatches) for microbatches in sizes]
+    firsts = [first + sum(map(len, sizes[:number])) for number in range(len(sizes))]
+    for rank in range(dp * lockstep):
+        together = [(s.rows, s.columns, s.index) for s in slots(requests, firsts, rank, schedule)]
+        alone = [
+            (s.rows, s.columns, s.index)
+            for request, before in zip(requests, firsts, strict=True)
+            for s in slots([request], [before], rank, schedule)
+        ]
+        assert together == alone
 
 
 def test_a_packed_request_holds_every_datum_one_after_the_other() -> None:

@@ -59,7 +59,7 @@ async def window_gradients(group: MegatronGroup, dump: Path, packing: PackingCon
         report = await step
         assert report.finalizations == 1
         assert report.window_calls == len(sizes)
-        found[split] = [dumps.vector(dumps.read(dump, name, 1, rank)["gradient"]) for rank in range(ranks)]
+        found[split] = [dumps.vector(dumps.of_rank(dump, name, 1, rank)["gradient"]) for rank in range(ranks)]
     return found
 
 

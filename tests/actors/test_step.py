@@ -53,7 +53,7 @@ def test_everything_is_zero_after_a_step_and_nothing_before_it_is(small_model: N
     assert all((gradients == 0).all() for gradients in model.window())
     window = model.tenant.window
     assert (window.calls, window.microbatches, window.tokens) == (0, 0, 0)
-    for parameter in model.tenant.adapters.parameters():
+    for parameter in model.tenant.trained[0].parameters():
         assert parameter.grad is None or (parameter.grad == 0).all()
         assert (parameter.main_grad == 0).all()
 

@@ -56,11 +56,11 @@ def test_a_step_of_one_model_leaves_the_window_and_weights_of_another(small_mode
 
 
 def test_training_leaves_the_base_model_alone(small_model: NewModel, small_engine: Engine) -> None:
-    before = {name: p.clone() for name, p in small_engine.model.named_parameters()}
+    before = {name: p.clone() for name, p in small_engine.base[0].named_parameters()}
     model = small_model(A, b_seed=1)
     model.call(random_request((7, 3)))
     model.step(learning_rate=1.0, weight_decay=0.5)
-    for name, parameter in small_engine.model.named_parameters():
+    for name, parameter in small_engine.base[0].named_parameters():
         assert torch.equal(parameter, before[name]), name
         assert parameter.grad is None
         assert not parameter.requires_grad
@@ -71,7 +71,7 @@ def test_a_dropped_model_frees_its_memory_and_its_name(small_model: NewModel, sm
     model.call(random_request((5,)))
     model.step()
     tenant = model.tenant
-    gone = [weakref.ref(x) for x in (tenant.ddp, tenant.adapters, next(tenant.adapters.parameters()))]
+    gone = [weakref.ref(x) for x in (tenant.ddps[0], tenant.trained[0], next(tenant.trained[0].parameters()))]
     before = len(small_engine.tenants)
     del tenant
     small_engine.unload(model.id)

@@ -43,11 +43,11 @@ def assert_computes_like_transformers(folder: Path, tokens_S: torch.Tensor, dump
     with engine.opened(EngineConfig(folder), 0, dist.HashStore()) as opened:
         with torch.no_grad():
             positions = torch.arange(len(tokens_S))[None]
-            found = opened.model(tokens_S[None], positions, None)[0]
+            found = opened.base[0](tokens_S[None], positions, None)[0]
         model = Model(opened, dump)
         tokens, inputs = datums((7, 3, 12), seed=1)
         result = model.call(packed(tokens, inputs, forward_only=True))
-        back = weights.hugging_face_tensors(opened.model, opened.spec)
+        back = weights.hugging_face_tensors(opened.base[0], opened.spec)
     assert float((found - wanted).abs().max()) <= 1e-5
     assert wanted.std() > 0.1
     with torch.no_grad():
@@ -84,7 +84,7 @@ def test_bfloat16_weights_are_read_as_the_same_numbers_in_float32(tmp_path: Path
     halved = {name: t.bfloat16() for name, t in tensors_of(folder).items()}
     save_file(halved, folder / "model.safetensors", metadata={"format": "pt"})
     with engine.opened(EngineConfig(folder), 0, dist.HashStore()) as opened:
-        back = weights.hugging_face_tensors(opened.model, opened.spec)
+        back = weights.hugging_face_tensors(opened.base[0], opened.spec)
     for name, values in halved.items():
         assert torch.equal(back[name], values.float()), name
 

@@ -137,7 +137,7 @@ def test_a_failure_in_the_backward_of_a_later_microbatch_is_undone_as_well(
             output[0].register_hook(fail)
 
     # In the middle of the model: what stands above it has its gradient already.
-    layer = small_engine.model.decoder.layers[0].mlp.linear_fc2
+    layer = small_engine.base[0].decoder.layers[0].mlp.linear_fc2
     handle = layer.register_forward_hook(watch)
     try:
         with pytest.raises(PassFailed, match="lost in the second backward"):
@@ -147,7 +147,7 @@ def test_a_failure_in_the_backward_of_a_later_microbatch_is_undone_as_well(
     assert seen == 2
     assert all(map(torch.equal, model.window(), before))
     # Nothing half done waits in param.grad for the next call.
-    assert all(parameter.grad is None for parameter in model.tenant.adapters.parameters())
+    assert all(parameter.grad is None for parameter in model.tenant.trained[0].parameters())
 
 
 def test_a_window_counts_calls_microbatches_and_tokens(small_model: NewModel) -> None:

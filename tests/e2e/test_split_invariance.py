@@ -43,7 +43,7 @@ def _warm() -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
 
 def _gradients(served: Served, model_id: str) -> list[torch.Tensor]:
     ranks = len(list((served.dumps / escape(model_id) / "000001").iterdir()))
-    return [dumps.vector(dumps.read(served.dumps, model_id, 1, rank)["gradient"]) for rank in range(ranks)]
+    return [dumps.vector(dumps.of_rank(served.dumps, model_id, 1, rank)["gradient"]) for rank in range(ranks)]
 
 
 def through_sdk(served: Served) -> dict[str, list[torch.Tensor]]:

@@ -111,13 +111,6 @@ def test_missing_or_broken_file_says_which(tmp_path: Path) -> None:
     assert "is not TOML" in refused(file=toml(tmp_path, "= 1"))
 
 
-@pytest.mark.parametrize("name", ["tp", "pp"])
-def test_parallelism_of_a_later_release_is_refused_in_a_sentence(name: str) -> None:
-    message = refused(**{f"layout__{name}": 2})
-    assert f"layout.{name} is 2" in message
-    assert "comes with a later release" in message
-
-
 def test_a_key_of_two_tenants_is_refused() -> None:
     message = refused({"TINKERBUS_TENANTS": '{"a": {"api_keys": ["tml-1"]}, "b": {"api_keys": ["tml-1"]}}'})
     assert "tenants.b.api_keys[0] is a key of tenants.a too" in message

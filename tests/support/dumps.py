@@ -5,20 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 
-from bus.subjects import escape
+from actors import gradient_dump
+
+KINDS = ("gradient", "before", "after", "exp_avg", "exp_avg_sq")
 
 
-def read(folder: Path, model_id: str, step: int, rank: int = 0) -> dict[str, dict[str, torch.Tensor]]:
-    """Tensors by kind (gradient, before, after, exp_avg, exp_avg_sq) and PEFT name."""
-    out: dict[str, dict[str, torch.Tensor]] = {}
-    for key, tensor in load_file(
-        folder / escape(model_id) / f"{step:06d}" / f"rank{rank}.safetensors"
-    ).items():
-        kind, _, name = key.partition(".")
-        out.setdefault(kind, {})[name] = tensor
-    return out
+def read(folder: Path, model_id: str, step: int) -> dict[str, dict[str, torch.Tensor]]:
+    """Whole tensors by kind (gradient, before, after, exp_avg, exp_avg_sq) and name, of all ranks together."""
+    return {kind: gradient_dump.read(folder, model_id, step, kind) for kind in KINDS}
+
+
+def of_rank(folder: Path, model_id: str, step: int, rank: int) -> dict[str, dict[str, torch.Tensor]]:
+    """What one rank holds of them."""
+    return {
+        kind: {s.name: s.tensor for s in gradient_dump.rank_shards(folder, model_id, step, rank, kind)[1]}
+        for kind in KINDS
+    }
 
 
 def vector(tensors: dict[str, torch.Tensor]) -> torch.Tensor:

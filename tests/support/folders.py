@@ -8,11 +8,20 @@ from typing import Any, Literal
 import torch
 import transformers
 
-Family = Literal["qwen2", "qwen3", "llama"]
+Family = Literal["qwen2", "qwen3", "qwen3_moe", "llama"]
 CLASSES = {
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": True,
+    "router_aux_loss_coef": 0.0,
 }
 SHAPE: dict[str, Any] = {
     "vocab_size": 320,
@@ -43,6 +52,8 @@ def random_folder(
     """
     make_config, make_model = CLASSES[family]
     wide = {} if family == "qwen2" else {"head_dim": 16}
+    if family == "qwen3_moe":
+        wide |= EXPERTS
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 5_000.0}}
     config = make_config(**{**SHAPE, **wide, **rope, "tie_word_embeddings": tied, **changes})
     model = make_model(config)

@@ -15,7 +15,8 @@ from actors.engine import Engine, StepOutput
 from actors.group import RequestOutput, assemble
 from actors.lora import AdapterConfig
 from actors.packing import PackedRequest
-from actors.tenants import Tenant
+from actors.tenants import Tenant, TenantConfig
+from actors.window import PassFailed
 from bus.events import AdamParams
 from tests.support import dumps
 
@@ -46,7 +47,7 @@ class Model:
     """One tenant under a name of its own."""
 
     def __init__(
-        self, engine: Engine, dump: Path, adapter: AdapterConfig = ADAPTER, *, b_seed: int | None = None
+        self, engine: Engine, dump: Path, adapter: TenantConfig = ADAPTER, *, b_seed: int | None = None
     ) -> None:
         """`b_seed` fills every B with random numbers; without it they are 0, as in any fresh adapter."""
         self.id = f"model-{next(_NUMBERS)}"
@@ -78,12 +79,14 @@ class Model:
 
     def window(self) -> list[Tensor]:
         """A copy of what the window has accumulated on this rank."""
-        ddp = self.tenant.ddp
-        return [buffer.grad_data.clone() for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers)]
+        return [gradient.clone() for gradient in self.tenant.window.buffers()]
 
     def call(self, request: PackedRequest, label: int = 0) -> RequestOutput:
         """`forward_backward`, or `forward` when the request says so."""
-        return assemble(request, self._engine.forward_backward(self.id, request, label))
+        (outputs,) = self._engine.forward_backward(self.id, [request], [label])
+        if isinstance(outputs, PassFailed):
+            raise outputs
+        return assemble(request, outputs)
 
     def step(
         self, adam: AdamParams | None = None, *, accept_lost: frozenset[int] = frozenset(), **fields: Any

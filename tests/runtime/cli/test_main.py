@@ -30,7 +30,13 @@ def test_help_names_the_commands() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--tp", "2"], "layout.tp is 2, but this release runs layout.tp = 1 only"),
+        (["--tp", "3"], "layout.tp is 3, which does not divide the model's 4 attention heads"),
+        (
+            ["--pp", "8"],
+            "layout.pp · layout.virtual_pp is 8 · 1 = 8, which does not divide the model's 4 layers",
+        ),
+        (["--ep", "2"], "layout.ep is 2"),
+        (["--model", "nowhere"], "is not a Hugging Face model folder: it has no config.json"),
         (["--dp", "0"], "command line: layout.dp is 0: expected `int` >= 1"),
         (["--port", "70000"], "command line: http.port is 70000: expected `int` <= 65535"),
         (["--config", "none.toml"], "config file none.toml cannot be read"),
