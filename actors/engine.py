@@ -21,11 +21,14 @@ from actors import optimizer as adamw
 from actors.gradient_dump import GradientDump
 from actors.layout import Layout
 from actors.loss_pass import MicrobatchOutput
-from actors.models.build import build
+from actors.models.build import LogprobModel, build
 from actors.models.families import spec_of
 from actors.packing import PackedRequest, Schedule, slots
 from actors.parallel import all_ranks_agree, answers, join
 from actors.tenants import Tenant, TenantConfig, Tenants
+from actors.transforms import plan
+from actors.transforms.fake_int4 import FakeInt4
+from actors.transforms.model import QuantizedWeights
 from actors.window import PassFailed, WindowIncomplete
 from bus.events import AdamParams
 
@@ -38,6 +41,10 @@ class EngineConfig:
     layout: Layout = field(default_factory=Layout)
     dump_gradients: Path | None = None
     """Folder for `gradient_dump`; None turns it off."""
+    fused_head: bool = False
+    """Compute logprobs in chunks of the vocabulary's logits, never whole."""
+    fake_int4: FakeInt4 | None = None
+    """Round the weights it names as an INT4 deployment will; None leaves them as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +71,19 @@ class Engine:
         layout = config.layout
         self.spec = spec_of(config.model_folder)
         layout.check(self.spec)
-        self.base = build(self.spec, layout)
+        self.base = self._new_base()
         for chunk in self.base:
-            weights.load(chunk, self.spec, config.model_folder)
             chunk.requires_grad_(False)
-        self.tenants = Tenants(self.base, self.spec, layout, config.model_folder)
+        if config.fake_int4 is not None:
+            plan.check(config.fake_int4, self.spec, layout.tp)
+            QuantizedWeights(self.base, self.spec, config.fake_int4).bake()
+        self.tenants = Tenants(self.base, self.spec, layout, self._new_base, config.fake_int4)
+
+    def _new_base(self) -> list[LogprobModel]:
+        chunks = build(self.spec, self._config.layout, fused_head=self._config.fused_head)
+        for chunk in chunks:
+            weights.load(chunk, self.spec, self._config.model_folder)
+        return chunks
 
     def create(self, model_id: str, config: TenantConfig) -> None:
         """A fresh tenant. Creating one that exists is an error of the caller."""
@@ -113,7 +128,8 @@ class Engine:
             outputs: list[list[MicrobatchOutput]] = []
             failure: Exception | None = None
             try:
-                outputs = loss_pass.run(tenant.chunks, requests, chosen)
+                with tenant.quantized.applied() if tenant.quantized else contextlib.nullcontext():
+                    outputs = loss_pass.run(tenant.chunks, requests, chosen)
             except Exception as error:  # told to every rank below, then raised
                 failure = error
             if not all_ranks_agree(failure is None):
@@ -165,6 +181,8 @@ class Engine:
         skipped = not math.isfinite(norm)
         if not skipped:
             adamw.step(optimizer, adam, norm)
+            if tenant.quantized is not None:
+                tenant.quantized.stale()
         tenant.steps += 1
         if dump is not None:
             dump.write()

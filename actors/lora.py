@@ -145,7 +145,7 @@ class Adapter(nn.Module):
                 parameter.tensor_model_parallel = True
                 parameter.sequence_parallel = False
 
-    def _low(self, x: Tensor) -> Tensor:
+    def low(self, x: Tensor) -> Tensor:
         """A(x) with one row for each row of the output. x: (S, B, in) or (T, in)."""
         u = torch.nn.functional.linear(x, self.A)
         match self.target.split, self.sequence_parallel:
@@ -161,7 +161,7 @@ class Adapter(nn.Module):
 
     def forward(self, x: Tensor, out: Tensor) -> Tensor:
         """`out` plus this adapter's share. x: (…, in of this rank); out: (…, out of this rank)."""
-        u = self._low(x).flatten(0, -2)
+        u = self.low(x).flatten(0, -2)
         if len(self.B) == 1:
             flat = torch.addmm(out.flatten(0, -2), u, self.B[0].t(), alpha=self.scale)
             return flat.view(out.shape)
@@ -212,15 +212,19 @@ class AdapterHost:
 
     def __init__(self, model: GPTModel, spec: ModelSpec) -> None:
         self.active: AdapterSet | None = None
+        model.head_adapter = lambda: self._adapter("output_layer")  # of a fused head, which calls no linear
         everything = AdapterConfig(rank=1, alpha=1.0, seed=0)
         for target in targets(model, spec, everything):
             model.get_submodule(target.path).register_forward_hook(self._hook(target.path))
+
+    def _adapter(self, path: str) -> Adapter | None:
+        return self.active.by_path.get(path) if self.active is not None else None
 
     def _hook(self, path: str) -> Callable[..., tuple[Tensor, Tensor | None] | None]:
         def add_adapter(
             module: nn.Module, args: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]
         ) -> tuple[Tensor, Tensor | None] | None:
-            adapter = self.active.by_path.get(path) if self.active is not None else None
+            adapter = self._adapter(path)
             if adapter is None:
                 return None
             out, bias = output

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -15,9 +14,11 @@ from actors import optimizer as adamw
 from actors import weights
 from actors.layout import Layout
 from actors.lora import AdapterConfig, AdapterHost, AdapterSet
-from actors.models.build import LogprobModel, build
+from actors.models.build import LogprobModel
 from actors.models.spec import ModelSpec
 from actors.shards import Shard
+from actors.transforms.fake_int4 import FakeInt4
+from actors.transforms.model import QuantizedWeights
 from actors.window import Window
 
 
@@ -43,6 +44,8 @@ class Tenant:
     ddps: Sequence[DistributedDataParallel]
     optimizer: MegatronOptimizer
     window: Window
+    quantized: QuantizedWeights | None = None
+    """Of a model that trains under fake INT4; a frozen base has the values in its weights."""
     steps: int = 0
     """Optimizer steps asked for, skipped ones included."""
 
@@ -65,9 +68,16 @@ class Tenants:
     """Who is in memory, and who is active."""
 
     def __init__(
-        self, base: Sequence[LogprobModel], spec: ModelSpec, layout: Layout, model_folder: Path
+        self,
+        base: Sequence[LogprobModel],
+        spec: ModelSpec,
+        layout: Layout,
+        new_base: Callable[[], list[LogprobModel]],
+        fake_int4: FakeInt4 | None = None,
     ) -> None:
-        self._base, self._spec, self._layout, self._folder = base, spec, layout, model_folder
+        """`new_base` makes another copy of the base model, for a tenant to train; `base` is frozen."""
+        self._base, self._spec, self._layout, self._new_base = base, spec, layout, new_base
+        self._fake_int4 = fake_int4
         self._hosts = [AdapterHost(chunk, spec) for chunk in base]
         self._by_id: dict[str, Tenant] = {}
 
@@ -81,8 +91,11 @@ class Tenants:
         """A fresh model: computes what the base computes until its first step."""
         chunks: Sequence[LogprobModel]
         trained: Sequence[nn.Module]
+        quantized: QuantizedWeights | None = None
         if isinstance(config, FullConfig):
-            chunks = trained = self._full_copy()
+            chunks = trained = self._new_base()
+            if self._fake_int4 is not None:
+                quantized = QuantizedWeights(chunks, self._spec, self._fake_int4)
         else:
             chunks = self._base
             trained = [AdapterSet(chunk, self._spec, config) for chunk in self._base]
@@ -91,15 +104,9 @@ class Tenants:
         optimizer = adamw.build(ddps, distributed=self._layout.distributed_optimizer)
         overlap = self._layout.overlap_grad_reduce
         window = Window(ddps, overlap=overlap)
-        tenant = Tenant(model_id, config, chunks, trained, self._spec, ddps, optimizer, window)
+        tenant = Tenant(model_id, config, chunks, trained, self._spec, ddps, optimizer, window, quantized)
         self._by_id[model_id] = tenant
         return tenant
-
-    def _full_copy(self) -> list[LogprobModel]:
-        chunks = build(self._spec, self._layout)
-        for chunk in chunks:
-            weights.load(chunk, self._spec, self._folder)
-        return chunks
 
     def _wrapped(self, module: nn.Module, number: int) -> DistributedDataParallel:
         config = DistributedDataParallelConfig(

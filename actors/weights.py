@@ -155,7 +155,8 @@ def _mine(full: Tensor, split: int | None) -> Tensor:
     return full.chunk(size, dim=split)[parallel_state.get_tensor_model_parallel_rank()]
 
 
-def _joined(how: str, parts: Sequence[Tensor], spec: ModelSpec) -> Tensor:
+def joined(how: str, parts: Sequence[Tensor], spec: ModelSpec) -> Tensor:
+    """A Megatron parameter from this rank's parts of its sources."""
     if how == "one":
         return parts[0]
     if how == "stack":
@@ -164,7 +165,8 @@ def _joined(how: str, parts: Sequence[Tensor], spec: ModelSpec) -> Tensor:
     return fuse_qkv(parts[0], parts[1], parts[2], groups)
 
 
-def _parted(entry: Entry, values: Tensor, spec: ModelSpec) -> Sequence[Tensor]:
+def parted(entry: Entry, values: Tensor, spec: ModelSpec) -> Sequence[Tensor]:
+    """The inverse of `joined`, for whatever is shaped like the parameter."""
     if entry.join == "one":
         return (values,)
     return values.chunk(len(entry.sources)) if entry.join == "stack" else split_qkv(values, spec)
@@ -180,7 +182,7 @@ def load(model: GPTModel, spec: ModelSpec, folder: Path) -> None:
     parameters = dict(model.named_parameters())
     for entry in entries(model, spec):
         parts = [_mine(read(source.name, *source.shape), source.split) for source in entry.sources]
-        parameters.pop(entry.parameter).copy_(_joined(entry.join, parts, spec))
+        parameters.pop(entry.parameter).copy_(joined(entry.join, parts, spec))
     if parameters:
         raise UnsupportedModel(f"{folder} sets no values for {', '.join(sorted(parameters))}")
 
@@ -193,7 +195,7 @@ def shards(model: GPTModel, spec: ModelSpec, tensor_of: Callable[[nn.Parameter],
     parameters = dict(model.named_parameters())
     for entry in entries(model, spec):
         values = tensor_of(parameters[entry.parameter])
-        for source, part in zip(entry.sources, _parted(entry, values, spec), strict=True):
+        for source, part in zip(entry.sources, parted(entry, values, spec), strict=True):
             size = None if source.split is None else source.shape[source.split]
             yield Shard(source.name, part, source.split, size)
 

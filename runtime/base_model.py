@@ -1,17 +1,17 @@
-"""The base model that settings name: its folder, and whether it can be laid out as they ask. Imports no torch."""
+"""The base model that settings name: its folder, and whether it can be laid out as they ask."""
 
 from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
 
-from actors.layout import Layout, LayoutError
+from actors.layout import Layout
 from actors.models import tiny
 from actors.models.families import spec_of
-from actors.models.spec import ModelSpec, UnsupportedModel
+from actors.models.spec import ModelSpec
+from actors.transforms import plan
+from actors.transforms.fake_int4 import FakeInt4
 from runtime.config import Settings
-
-__all__ = ["LayoutError", "UnsupportedModel", "check", "folder", "layout", "spec"]
 
 
 def folder(settings: Settings) -> Path:
@@ -31,6 +31,17 @@ def layout(settings: Settings) -> Layout:
     return Layout(**{field.name: getattr(settings.layout, field.name) for field in fields(Layout)})
 
 
+def fake_int4(settings: Settings) -> FakeInt4 | None:
+    """The weight transform, or None where it is off. Raises ValueError."""
+    chosen = settings.fake_int4
+    if chosen.convention == "off":
+        return None
+    return FakeInt4(chosen.convention, chosen.modules, chosen.group_size)
+
+
 def check(settings: Settings) -> None:
-    """Raises UnsupportedModel and LayoutError, one sentence each, before anything is started."""
-    layout(settings).check(spec(settings))
+    """Raises UnsupportedModel, LayoutError or another ValueError, one sentence each, before anything is started."""
+    model, chosen = spec(settings), layout(settings)
+    chosen.check(model)
+    if (transform := fake_int4(settings)) is not None:
+        plan.check(transform, model, chosen.tp)

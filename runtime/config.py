@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -124,6 +124,24 @@ class Packing(Section, frozen=True):
     """Datums in one microbatch; 0 for no limit."""
 
 
+class Head(Section, frozen=True):
+    """The LM head."""
+
+    fused: bool = False
+    """Compute logprobs from logits in chunks, never whole: less memory for large vocabularies, some more time."""
+
+
+class FakeInt4(Section, frozen=True):
+    """Weights rounded to the values that an INT4 deployment of the model will have, in every pass."""
+
+    convention: Literal["off", "rtn", "kimi"] = "off"
+    """How a group's scale and limits are chosen; "off" leaves the weights as they are."""
+    modules: tuple[str, ...] = ("model.layers.*.mlp.experts.*",)
+    """Patterns of Hugging Face module names; `*` also crosses dots. By default the experts of MoE layers."""
+    group_size: Count = 32
+    """Neighbouring input features that share a scale."""
+
+
 class Lora(Section, frozen=True):
     """What adapters of this server have in common."""
 
@@ -186,6 +204,8 @@ class Settings(Section, frozen=True):
     nats: Nats = Nats()
     layout: Layout = Layout()
     packing: Packing = Packing()
+    head: Head = Head()
+    fake_int4: FakeInt4 = FakeInt4()
     lora: Lora = Lora()
     limits: Limits = Limits()
     results: Results = Results()

@@ -34,6 +34,8 @@ def group_config(settings: Settings, folder: Path, *, gpus: bool) -> GroupConfig
             model_folder=folder,
             layout=base_model.layout(settings),
             dump_gradients=Path(dump).resolve() if dump else None,
+            fused_head=settings.head.fused,
+            fake_int4=base_model.fake_int4(settings),
         ),
         threads_per_rank=settings.layout.threads(),
         gpus=gpus,

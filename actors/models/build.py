@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,13 +13,15 @@ from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from actors.head import target_logprobs
+from actors.head import fused_target_logprobs, target_logprobs
 from actors.layout import Layout
 from actors.models.norm import RMSNorm
 from actors.models.spec import ModelSpec, MoeSpec
@@ -29,6 +32,10 @@ class LogprobModel(GPTModel):
 
     real_vocab_size: int
     """Without the rows that make the embedding divisible; those take no part."""
+    fused_head: bool = False
+    """Compute the labels' log-probabilities without ever holding the logits whole."""
+    head_adapter: Callable[[], Any] = staticmethod(lambda: None)
+    """The active adapter of the head, or None."""
     runs_padding: bool = False
     """What runs is padding: no expert gets to see it."""
 
@@ -47,6 +54,27 @@ class LogprobModel(GPTModel):
 
         for layer in self.decoder.layers:
             layer.mlp.router.register_forward_hook(hide)
+
+    def _postprocess(
+        self, hidden_states: Tensor, input_ids: Any, position_ids: Any, labels: Any, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        if not (self.fused_head and self.post_process) or labels is None:
+            out: Tensor = super()._postprocess(
+                hidden_states, input_ids, position_ids, labels, *args, **kwargs
+            )
+            return out
+        weight = self.output_layer.weight
+        if self.share_embeddings_and_output_weights:
+            weight = self.shared_embedding_or_output_weight()
+        adapter = self.head_adapter()
+        low = None
+        if adapter is not None:
+            low = (adapter.low(hidden_states).flatten(0, -2), adapter.B[0], adapter.scale)
+        if self.config.sequence_parallel:
+            whole = gather_from_sequence_parallel_region(hidden_states)
+        else:
+            whole = copy_to_tensor_model_parallel_region(hidden_states)
+        return fused_target_logprobs(whole, weight, labels, adapter=low, vocab_size=self.real_vocab_size)
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         return target_logprobs(logits, labels, self.real_vocab_size)
@@ -133,7 +161,7 @@ def _block_spec(config: TransformerConfig, spec: ModelSpec, chunk: int | None) -
     return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)
 
 
-def build(spec: ModelSpec, layout: Layout) -> list[LogprobModel]:
+def build(spec: ModelSpec, layout: Layout, *, fused_head: bool = False) -> list[LogprobModel]:
     """This rank's model chunks in order, their weights not yet set: one, or `layout.virtual_pp` of them.
 
     Call inside `device.use()` and `layout.join`.
@@ -156,6 +184,7 @@ def build(spec: ModelSpec, layout: Layout) -> list[LogprobModel]:
             vp_stage=chunk,
         )
         model.real_vocab_size = spec.vocab_size
+        model.fused_head = fused_head
         _mark_what_is_split(model)
         if spec.moe and layout.lockstep > 1:
             model.keep_padding_from_experts()

@@ -58,7 +58,7 @@ def up(
 
     try:
         base_model.check(settings)
-    except (base_model.LayoutError, base_model.UnsupportedModel) as error:
+    except ValueError as error:
         typer.echo(f"tinkerbus: {error}", err=True)
         raise typer.Exit(2) from None
 

@@ -116,11 +116,10 @@ def _slice(full: Tensor, shard: Shard) -> Tensor:
     return torch.nn.functional.pad(part, padding)
 
 
-def _call(engine: Engine, model_id: str, request: PackedRequest) -> list[MicrobatchOutput]:
-    (answer,) = engine.forward_backward(model_id, [request])
-    if isinstance(answer, PassFailed):
-        raise answer
-    return answer
+def _call(
+    engine: Engine, model_id: str, requests: Sequence[PackedRequest]
+) -> list[list[MicrobatchOutput] | PassFailed]:
+    return engine.forward_backward(model_id, requests)
 
 
 def _step(engine: Engine, model_id: str, adam: AdamParams) -> StepOutput:
@@ -152,8 +151,20 @@ class Model:
         ranks.call(_create, self.id, config, b_seed)
 
     def call(self, request: PackedRequest) -> RequestOutput:
-        parts = self._ranks.call(_call, self.id, request)
-        return assemble(request, [output for part in parts for output in part])
+        (output,) = self.together([request])
+        return output
+
+    def together(self, requests: Sequence[PackedRequest]) -> list[RequestOutput]:
+        """Several requests in one pass. Raises PassFailed."""
+        found = []
+        for request, *parts in zip(requests, *self._ranks.call(_call, self.id, requests), strict=True):
+            outputs: list[MicrobatchOutput] = []
+            for part in parts:
+                if isinstance(part, PassFailed):
+                    raise part
+                outputs.extend(part)
+            found.append(assemble(request, outputs))
+        return found
 
     def step(self, adam: AdamParams = ADAM) -> dict[str, dict[str, Tensor]]:
         """Step; everything that was dumped, whole, by kind."""
