@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from actors.engine import StepOutput
 from actors.group import MegatronGroup, RequestOutput
@@ -30,6 +30,7 @@ from runtime.checks import Refusal
 from runtime.config import Settings
 from runtime.job import Job
 from runtime.lost_calls import LostCalls
+from runtime.passes import Passes
 from runtime.sequencer import GAP, Turn
 
 T = TypeVar("T")
@@ -43,7 +44,8 @@ class HandOver:
 
     def __init__(self, settings: Settings, group: MegatronGroup) -> None:
         self._settings = settings
-        self._group = group
+        self._spec = group.spec
+        self._passes = Passes(group)
         self._packing = PackingConfig(
             settings.packing.max_tokens_per_microbatch, settings.packing.max_datums_per_microbatch
         )
@@ -76,20 +78,21 @@ class HandOver:
         model_id = job.entry.model_id
         match op:
             case CreateModel():
-                job.ranks = self._group.create(model_id, checks.adapter(op, self._settings))
+                chosen = checks.adapter(op, self._settings)
+                self._run(job, self._passes.group().create(model_id, chosen))
                 self._live.add(model_id)
                 job.finish = lambda _: outcomes.created(model_id, op)
             case ForwardBackward():
                 job.loses_gradient = not op.forward_only
                 job.verb = "forward" if op.forward_only else "forward_backward"
                 request = await _beside(job.entry, lambda: self._packed(op))
-                job.ranks = self._group.forward_backward(model_id, request, _number(job.entry))
+                job.ranks = self._passes.forward_backward(model_id, request, _number(job.entry))
                 job.finish = _scored
             case OptimStep():
                 self._step(job, op)
             case UnloadModel():
                 if model_id in self._live:
-                    job.ranks = self._group.unload(model_id)
+                    self._run(job, self._passes.group().unload(model_id))
                     self._live.remove(model_id)
                 self._ended.add(model_id)
                 self.lost.forget(model_id)
@@ -99,8 +102,12 @@ class HandOver:
                 job.loses_gradient = op.verb in (None, GAP, "forward_backward")
                 job.outcome = Failed(error=op.error, category="user", field=op.field)
 
+    def _run(self, job: Job, operation: asyncio.Task[Any]) -> None:
+        self._passes.track(operation)
+        job.ranks = operation
+
     def _packed(self, op: ForwardBackward) -> PackedRequest:
-        batch = checks.batch(op, self._group.spec, self._settings)
+        batch = checks.batch(op, self._spec, self._settings)
         return pack(batch.tokens, batch.request, self._packing, forward_only=op.forward_only)
 
     def _step(self, job: Job, op: OptimStep) -> None:
@@ -109,10 +116,10 @@ class HandOver:
         assert entry.position is not None
         verdict = self.lost.settle(entry.model_id, _number(entry), entry.position)
         if verdict.lost is None:
-            job.ranks = self._group.optim_step(entry.model_id, adam, verdict.known)
+            self._run(job, self._passes.group().optim_step(entry.model_id, adam, verdict.known))
             job.finish = _stepped
         else:
-            job.ranks = self._group.clear_window(entry.model_id)
+            self._run(job, self._passes.group().clear_window(entry.model_id))
             job.outcome = outcomes.step_lost(verdict.lost)
 
 

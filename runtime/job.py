@@ -22,7 +22,7 @@ class Job:
     """`time.monotonic()` when it was read off the log."""
     started: float
     """When its turn came."""
-    ranks: asyncio.Task[Any] | None = None
+    ranks: asyncio.Future[Any] | None = None
     """The ranks' answer to come; None where the outcome is known without them."""
     outcome: Outcome | None = None
     """Set at once, or by `finish`."""

@@ -26,8 +26,9 @@ from runtime.settling import Settling
 
 log = logging.getLogger(__name__)
 
-DEPTH = 4
-"""Operations between their turn and their result at a time. Two keep the ranks busy; more absorb slow publishing."""
+DEPTH = 8
+"""Operations between their turn and their result at a time. Two keep the ranks busy; of more, requests may go in one
+pass, and slow publishing is absorbed."""
 
 
 class Pipeline:

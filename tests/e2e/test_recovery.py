@@ -59,9 +59,9 @@ def test_a_killed_service_goes_on_with_the_same_bits_and_the_client_does_not_not
         assert results
         assert results[0].metrics["step"] == 2
         assert results[0].metrics["window_calls"] == 1
-        for kind, tensors in dumps.of_rank(dump, names["undisturbed"], 1).items():
+        for kind, tensors in dumps.read(dump, names["undisturbed"], 1).items():
             for name, tensor in tensors.items():
-                assert torch.equal(tensor, dumps.of_rank(dump, names["killed"], 1)[kind][name]), (kind, name)
+                assert torch.equal(tensor, dumps.read(dump, names["killed"], 1)[kind][name]), (kind, name)
         tree = service.tree()
         assert service.stop() == 0
         assert left_over(tree) == []
