@@ -15,6 +15,7 @@ from torch import Tensor as TorchTensor
 
 from actors.lora import AdapterConfig
 from actors.models.spec import ModelSpec
+from actors.tenants import FullConfig, TenantConfig
 from bus.events import AdamParams, Array, CreateModel, Datum, ForwardBackward, Tensor
 from loss_hub import CheckedRequest, DatumInputs, InputError, check
 from runtime.config import Settings
@@ -41,8 +42,8 @@ class Batch:
     request: CheckedRequest
 
 
-def adapter(op: CreateModel, settings: Settings) -> AdapterConfig:
-    """The adapter a `create_model` asks for."""
+def training(op: CreateModel, settings: Settings) -> TenantConfig:
+    """What a `create_model` asks to train: an adapter, or every parameter."""
     names = (settings.served_name, settings.model)
     if op.base_model not in names:
         raise Refusal(
@@ -50,7 +51,7 @@ def adapter(op: CreateModel, settings: Settings) -> AdapterConfig:
             "base_model",
         )
     if op.lora is None:
-        raise Refusal("full-parameter training is not served by this release; ask for an adapter", "lora")
+        return FullConfig()
     if not 1 <= op.lora.rank <= settings.lora.max_rank:
         raise Refusal(
             f"lora.rank is {op.lora.rank}; it must be between 1 and {settings.lora.max_rank}", "lora.rank"

@@ -78,7 +78,7 @@ class HandOver:
         model_id = job.entry.model_id
         match op:
             case CreateModel():
-                chosen = checks.adapter(op, self._settings)
+                chosen = checks.training(op, self._settings)
                 self._run(job, self._passes.group().create(model_id, chosen))
                 self._live.add(model_id)
                 job.finish = lambda _: outcomes.created(model_id, op)

@@ -14,6 +14,9 @@ from bus.errors import CodecError
 from bus.events import AdamParams, CreateModel, LoraConfig, OptimStep
 from runtime.ingress.body import convert
 
+TRAINING = "tinkerbus.training"
+"""Key in a model's `user_metadata` by which HTTP clients choose between "lora" and "full"."""
+
 
 class SdkRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Base of the SDK's request bodies."""
@@ -34,7 +37,7 @@ class CreateModelRequest(SdkRequest, frozen=True):
     base_model: str
     user_metadata: dict[str, Any] | None = None
     lora_config: LoraConfig | None = None
-    """None asks for full-parameter training."""
+    """Taken no notice of where `user_metadata` asks for full-parameter training."""
     optimizer_config: dict[str, Any] | None = None
     type: Literal["create_model"] = "create_model"
 
@@ -69,9 +72,28 @@ def create_model(fields: dict[str, Any]) -> CreateModel:
         raise CodecError(
             f"optimizer_config.{name} is not a field that this server knows", f"optimizer_config.{name}"
         )
+    metadata = as_text(request.user_metadata)
     return CreateModel(
-        base_model=request.base_model, lora=request.lora_config, user_metadata=as_text(request.user_metadata)
+        base_model=request.base_model, lora=_adapter(request.lora_config, metadata), user_metadata=metadata
     )
+
+
+def _adapter(lora: LoraConfig | None, metadata: dict[str, str]) -> LoraConfig | None:
+    """None where every parameter is to train: the SDK always sends a `lora_config`, and has no field for that."""
+    kind = metadata.get(TRAINING, "lora")
+    if kind == "full":
+        return None
+    if kind != "lora":
+        raise CodecError(
+            f'user_metadata.{TRAINING} is {kind!r}; it must be "lora" or "full"',
+            f"user_metadata.{TRAINING}",
+        )
+    if lora is None:
+        raise CodecError(
+            f'lora_config is missing; to train every parameter, set user_metadata.{TRAINING} to "full"',
+            "lora_config",
+        )
+    return lora
 
 
 def optim_step(fields: dict[str, Any]) -> OptimStep:

@@ -48,6 +48,17 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     )
 
 
+@pytest.fixture(scope="module")
+def two_shards(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """TP = 2 with sequence parallelism, a fused head, one datum a microbatch."""
+    yield from _served(
+        tmp_path_factory.mktemp("two-shards"),
+        layout={"tp": 2, "sequence_parallel": True},
+        head={"fused": True},
+        packing={"max_datums_per_microbatch": 1},
+    )
+
+
 @pytest.fixture(scope="session")
 def default_packing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """DP = 2, microbatches of several datums; the SDK sends chunks of two datums."""

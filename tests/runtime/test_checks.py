@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from actors.lora import AdapterConfig
 from actors.models.spec import ModelSpec
+from actors.tenants import FullConfig
 from bus.events import AdamParams, CreateModel, Datum, ForwardBackward, LoraConfig, LossChoice, Tensor
 from runtime import checks
 from runtime.checks import Refusal
@@ -101,14 +102,17 @@ def test_limits_of_the_configuration_hold() -> None:
 def test_an_adapter_is_what_was_asked_for_and_the_servers_alpha() -> None:
     op = CreateModel(base_model="tiny", lora=LoraConfig(rank=8, seed=7, train_mlp=False))
     wanted = AdapterConfig(rank=8, alpha=32.0, seed=7, train_attn=True, train_mlp=False, train_unembed=True)
-    assert checks.adapter(op, SETTINGS) == wanted
+    assert checks.training(op, SETTINGS) == wanted
+
+
+def test_without_an_adapter_every_parameter_trains() -> None:
+    assert checks.training(CreateModel(base_model="tiny"), SETTINGS) == FullConfig()
 
 
 @pytest.mark.parametrize(
     ("op", "field"),
     [
         (CreateModel(base_model="other", lora=LoraConfig(rank=8)), "base_model"),
-        (CreateModel(base_model="tiny"), "lora"),
         (CreateModel(base_model="tiny", lora=LoraConfig(rank=0)), "lora.rank"),
         (CreateModel(base_model="tiny", lora=LoraConfig(rank=129)), "lora.rank"),
         (
@@ -122,7 +126,7 @@ def test_an_adapter_is_what_was_asked_for_and_the_servers_alpha() -> None:
 )
 def test_a_model_that_cannot_be_created_is_refused_by_field(op: CreateModel, field: str) -> None:
     with pytest.raises(Refusal) as caught:
-        checks.adapter(op, SETTINGS)
+        checks.training(op, SETTINGS)
     assert caught.value.field == field
 
 

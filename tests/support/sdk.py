@@ -20,10 +20,14 @@ def service_client(service: Service) -> tinker.ServiceClient:
     return tinker.ServiceClient(base_url=service.http, api_key=service.api_key)
 
 
-def training_client(service: Service, *, rank: int = 8, seed: int = 3) -> tinker.TrainingClient:
+def training_client(
+    service: Service, *, rank: int = 8, seed: int = 3, user_metadata: dict[str, str] | None = None
+) -> tinker.TrainingClient:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        future = service_client(service).create_lora_training_client(base_model="tiny", rank=rank, seed=seed)
+        future = service_client(service).create_lora_training_client(
+            base_model="tiny", rank=rank, seed=seed, user_metadata=user_metadata
+        )
         return future.result(timeout=WAIT_S)
 
 

@@ -42,7 +42,13 @@ def test_what_is_not_one_zstd_frame_is_refused(broken: bytes) -> None:
 
 
 OPTIM = {"model_id": "m", "seq_id": 1, "type": "optim_step"}
-CREATE = {"session_id": "s", "model_seq_id": 0, "base_model": "tiny", "type": "create_model"}
+CREATE = {
+    "session_id": "s",
+    "model_seq_id": 0,
+    "base_model": "tiny",
+    "lora_config": {"rank": 4},
+    "type": "create_model",
+}
 
 
 @pytest.mark.parametrize(
@@ -78,6 +84,8 @@ def test_an_optim_step_that_cannot_be_honoured_names_the_field(fields: dict, fie
         ({"lora_config": {"rank": 8, "alpha": 16}}, "lora_config.alpha"),
         ({"lora_config": {}}, "lora_config.rank"),
         ({"lora_config": {"rank": 8.5}}, "lora_config.rank"),
+        ({"lora_config": None}, "lora_config"),
+        ({"user_metadata": {requests.TRAINING: "qlora"}}, f"user_metadata.{requests.TRAINING}"),
         ({"base_model": None}, "base_model"),
         ({"moe": True}, "moe"),
     ],
@@ -87,6 +95,12 @@ def test_a_create_model_that_cannot_be_honoured_names_the_field(change: dict, fi
         requests.create_model({**CREATE, **change})
     assert caught.value.field == field
     assert field in str(caught.value)
+
+
+def test_metadata_asks_for_the_training_of_every_parameter() -> None:
+    assert requests.create_model(CREATE).lora is not None
+    asked = requests.create_model({**CREATE, "user_metadata": {requests.TRAINING: "full"}})
+    assert asked.lora is None
 
 
 def test_the_sdks_defaults_are_the_events_defaults() -> None:
