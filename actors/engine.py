@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch.distributed as dist
 from megatron.core import parallel_state
 from torch._C._distributed_c10d import Store
 
@@ -25,6 +26,7 @@ from actors.models.build import LogprobModel, build
 from actors.models.families import spec_of
 from actors.packing import PackedRequest, Schedule, slots
 from actors.parallel import all_ranks_agree, answers, join
+from actors.residency import Residency
 from actors.tenants import Tenant, TenantConfig, Tenants
 from actors.transforms import plan
 from actors.transforms.fake_int4 import FakeInt4
@@ -45,6 +47,10 @@ class EngineConfig:
     """Compute logprobs in chunks of the vocabulary's logits, never whole."""
     fake_int4: FakeInt4 | None = None
     """Round the weights it names as an INT4 deployment will; None leaves them as they are."""
+    max_resident_models: int = 0
+    """Tenants in memory; the others are put away in `away`. 0 for no limit."""
+    away: Path | None = None
+    """Folder for tenants that are put away; each rank has one of its own in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +83,9 @@ class Engine:
         if config.fake_int4 is not None:
             plan.check(config.fake_int4, self.spec, layout.tp)
             QuantizedWeights(self.base, self.spec, config.fake_int4).bake()
-        self.tenants = Tenants(self.base, self.spec, layout, self._new_base, config.fake_int4)
+        tenants = Tenants(self.base, self.spec, layout, self._new_base, config.fake_int4)
+        away = config.away / f"rank{dist.get_rank()}" if config.away is not None else None
+        self.tenants = Residency(tenants, config.max_resident_models, away)
 
     def _new_base(self) -> list[LogprobModel]:
         chunks = build(self.spec, self._config.layout, fused_head=self._config.fused_head)

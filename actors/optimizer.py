@@ -96,6 +96,30 @@ def step(optimizer: MegatronOptimizer, adam: AdamParams, norm: float) -> None:
     optimizer.step_with_ready_grads()
 
 
+def _slots(optimizer: MegatronOptimizer) -> Iterator[tuple[torch.optim.Optimizer, Tensor]]:
+    """Each of torch's optimizers with each parameter that it steps on this rank, in an order that stays the same."""
+    for part in _parts(optimizer):
+        if not part.is_stub_optimizer:
+            for group in part.optimizer.param_groups:
+                for parameter in group["params"]:
+                    yield part.optimizer, parameter
+
+
+def states(optimizer: MegatronOptimizer) -> list[dict[str, Any]]:
+    """The state of every parameter that this rank steps, empty before its first step."""
+    return [dict(inner.state.get(parameter, {})) for inner, parameter in _slots(optimizer)]
+
+
+def set_states(optimizer: MegatronOptimizer, found: Sequence[dict[str, Any]]) -> None:
+    """The inverse of `states`, on an optimizer over parameters of the same shapes."""
+    for (inner, parameter), state in zip(_slots(optimizer), found, strict=True):
+        if state:
+            inner.state[parameter] = {
+                name: value.to(parameter.device) if isinstance(value, Tensor) and value.dim() else value
+                for name, value in state.items()
+            }
+
+
 @torch.no_grad()
 def moment(optimizer: MegatronOptimizer, name: str, parameter: nn.Parameter) -> Tensor:
     """`exp_avg` or `exp_avg_sq` of a parameter, shaped like it; zeros before its first step.

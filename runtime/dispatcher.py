@@ -36,6 +36,8 @@ def group_config(settings: Settings, folder: Path, *, gpus: bool) -> GroupConfig
             dump_gradients=Path(dump).resolve() if dump else None,
             fused_head=settings.head.fused,
             fake_int4=base_model.fake_int4(settings),
+            max_resident_models=settings.limits.max_resident_models,
+            away=Path(settings.data).resolve() / "away",
         ),
         threads_per_rank=settings.layout.threads(),
         gpus=gpus,
