@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-START_TIMEOUT_S = 180
+START_TIMEOUT_S = 400
 STOP_TIMEOUT_S = 60
 
 
