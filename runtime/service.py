@@ -98,6 +98,9 @@ def _ray(data: Path) -> Iterator[bool]:
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     # What Serve looks at ten times a second changes a few times a day here, and the ranks want the cores.
     os.environ.setdefault("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.5")
+    # By default workers have niceness 15: whatever else runs on the machine, the clients included, would push the
+    # ranks aside.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     import ray
 
     quiet = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}

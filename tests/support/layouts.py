@@ -67,6 +67,17 @@ LAYOUTS: dict[str, tuple[Base, Layout]] = {
     "TP2×EP2 MoE sequence parallel": ("moe", Layout(tp=2, ep=2, sequence_parallel=True)),
 }
 
+PRODUCTS = {
+    "TP2×PP2",
+    "DP2 overlapped",
+    "DP2 distributed, overlapped",
+    "DP2 MoE",
+    "EP2 MoE distributed optimizer",
+    "EP2×PP2 MoE",
+    "TP2×EP2 MoE sequence parallel",
+}
+"""Those whose parts are measured on their own too: CI trains them one way, `make gates` both."""
+
 _NUMBERS = itertools.count()
 
 
