@@ -77,7 +77,7 @@ class Wire:
         return await self.settled(future.json()["request_id"])
 
     async def settled(self, request_id: str) -> httpx.Response:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while (response := await self.poll(request_id)).status_code == 408:
                 pass
         return response

@@ -32,7 +32,7 @@ async def test_a_held_poll_is_answered_as_soon_as_the_result_is_there(alice: Wir
     model = await alice.model()
     service.dispatcher.go.clear()
     future = await alice.optim_step(model, 1)
-    poll = asyncio.create_task(alice.poll(future.json()["request_id"]))
+    poll = asyncio.create_task(alice.result(future))
     await asyncio.sleep(settings.http.long_poll_s / 3)
     service.dispatcher.go.set()
     assert (await poll).status_code == 200
@@ -106,10 +106,10 @@ async def test_many_polls_for_one_result_are_all_answered(alice: Wire, service: 
     model = await alice.model()
     service.dispatcher.go.clear()
     future = (await alice.optim_step(model, 1)).json()["request_id"]
-    polls = [asyncio.create_task(alice.poll(future)) for _ in range(20)]
+    waiting = [asyncio.create_task(alice.settled(future)) for _ in range(20)]
     await asyncio.sleep(0.1)
     service.dispatcher.go.set()
-    assert {answer.status_code for answer in await asyncio.gather(*polls)} == {200}
+    assert {answer.status_code for answer in await asyncio.gather(*waiting)} == {200}
 
 
 async def test_an_unloaded_model_answers_through_its_last_future(alice: Wire, ingress: Replica) -> None:
