@@ -67,18 +67,21 @@ class Residency:
 
     def _make_room(self) -> None:
         while self._most and len(self._used) >= self._most:
-            model_id, _ = self._used.popitem(last=False)
+            model_id = next(iter(self._used))
             tenant = self._tenants.activate(model_id)
             file = self._file(model_id)
             file.parent.mkdir(parents=True, exist_ok=True)
             torch.save(snapshot.take(tenant), file)
+            # Only now: a disk that is full leaves it where it was.
             self._away[model_id] = tenant.config
+            del self._used[model_id]
             self._tenants.drop(model_id)
 
     def _bring_back(self, model_id: str) -> None:
         self._make_room()
-        config, file = self._away.pop(model_id), self._file(model_id)
-        snapshot.restore(self._tenants.create(model_id, config), torch.load(file, weights_only=True))
+        file = self._file(model_id)
+        state = torch.load(file, weights_only=True)
+        snapshot.restore(self._tenants.create(model_id, self._away.pop(model_id)), state)
         self._used[model_id] = None
         file.unlink()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import statistics
 import time
 import urllib.error
 import urllib.request
@@ -255,22 +254,27 @@ def _bad_requests() -> dict[str, tuple[list[types.Datum], str, dict[str, float],
     }
 
 
+TRIES = 3
+"""The machine that runs this may be busy with other things; one quick answer to each mistake is enough to show it."""
+
+
 def test_a_users_mistakes_fail_alone_at_once_and_name_the_field(one_rank: Served) -> None:
     disturbed, clean = sdk.training_client(one_rank.service), sdk.training_client(one_rank.service)
     warmed(disturbed)
     warmed(clean)
     mistakes = _bad_requests()
-    answered_s: list[float] = []
     for what, (data, loss, config, words) in mistakes.items():
-        started = time.monotonic()
-        with pytest.raises(tinker.RequestFailedError) as caught:
-            disturbed.forward_backward(data, loss, config or None).result(timeout=sdk.WAIT_S)
-        answered_s.append(time.monotonic() - started)
+        for _ in range(TRIES):
+            started = time.monotonic()
+            with pytest.raises(tinker.RequestFailedError) as caught:
+                disturbed.forward_backward(data, loss, config or None).result(timeout=sdk.WAIT_S)
+            if (answered_s := time.monotonic() - started) < 2:
+                break
+        assert answered_s < 2, what
         assert caught.value.category == types.RequestErrorCategory.User, what
         for word in words:
             assert word in str(caught.value), (what, word)
         assert "Traceback" not in str(caught.value), what
-    assert statistics.median(answered_s) < 2
     steps = []
     for client in (disturbed, clean):
         client.forward_backward(batch(seed=6), "cross_entropy").result(timeout=sdk.WAIT_S)

@@ -36,16 +36,21 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedBroker]
 
 
 @pytest.fixture
-async def service(broker: EmbeddedBroker, tmp_path: Path) -> AsyncIterator[Service]:
-    async with service_on(broker, tmp_path) as started:
+async def service(
+    broker: EmbeddedBroker, tmp_path: Path, request: pytest.FixtureRequest
+) -> AsyncIterator[Service]:
+    """Its parameter is how long a poll is held, in seconds."""
+    async with service_on(broker, tmp_path, long_poll_s=getattr(request, "param", 0.3)) as started:
         yield started
 
 
 @contextlib.asynccontextmanager
-async def service_on(broker: EmbeddedBroker, folder: Path) -> AsyncIterator[Service]:
+async def service_on(
+    broker: EmbeddedBroker, folder: Path, *, long_poll_s: float = 0.3
+) -> AsyncIterator[Service]:
     settings = Settings(
         data=str(folder),
-        http=Http(long_poll_s=0.3),
+        http=Http(long_poll_s=long_poll_s),
         client=Client(fwdbwd_max_chunk_len=2, use_pyqwest_transport=False),
         tenants=TENANTS,
     )

@@ -27,13 +27,13 @@ async def test_a_pending_poll_is_held_and_then_answered_408(alice: Wire, service
     assert answer.json() == {"type": "try_again", "request_id": f"{model}#1", "queue_state": "active"}
 
 
+@pytest.mark.parametrize("service", [20.0], indirect=True)
 async def test_a_held_poll_is_answered_as_soon_as_the_result_is_there(alice: Wire, service: Service) -> None:
-    settings = service.settings
     model = await alice.model()
     service.dispatcher.go.clear()
     future = await alice.optim_step(model, 1)
-    poll = asyncio.create_task(alice.result(future))
-    await asyncio.sleep(settings.http.long_poll_s / 3)
+    poll = asyncio.create_task(alice.poll(future.json()["request_id"]))
+    await asyncio.sleep(0.1)
     service.dispatcher.go.set()
     assert (await poll).status_code == 200
 
@@ -102,14 +102,15 @@ async def test_a_number_that_was_never_posted_is_refused_at_once(alice: Wire) ->
     assert answer.json()["detail"] == f"request_id '{model}#7' is not known"
 
 
+@pytest.mark.parametrize("service", [20.0], indirect=True)
 async def test_many_polls_for_one_result_are_all_answered(alice: Wire, service: Service) -> None:
     model = await alice.model()
     service.dispatcher.go.clear()
     future = (await alice.optim_step(model, 1)).json()["request_id"]
-    waiting = [asyncio.create_task(alice.settled(future)) for _ in range(20)]
+    polls = [asyncio.create_task(alice.poll(future)) for _ in range(20)]
     await asyncio.sleep(0.1)
     service.dispatcher.go.set()
-    assert {answer.status_code for answer in await asyncio.gather(*waiting)} == {200}
+    assert {answer.status_code for answer in await asyncio.gather(*polls)} == {200}
 
 
 async def test_an_unloaded_model_answers_through_its_last_future(alice: Wire, ingress: Replica) -> None:
