@@ -59,6 +59,8 @@ def running(settings: Settings, say: Callable[[str], None]) -> Iterator[Endpoint
     data = Path(settings.data).resolve()
     data.mkdir(parents=True, exist_ok=True)
     keys = key_file.load(settings)
+    if settings.http.port:
+        _check_free(settings.http.host, settings.http.port)
     with contextlib.ExitStack() as stack:
         say("starting the broker")
         nats_url, credentials = stack.enter_context(_broker(settings, data, keys))
@@ -204,6 +206,20 @@ async def _until_ready(nats_url: str, credentials: Credentials | None, say: Call
                 said = word
             await asyncio.sleep(0.2)
     raise StartFailed(f"the group was not ready after {READY_TIMEOUT_S:g} s")
+
+
+def _check_free(host: str, port: int) -> None:
+    """Raises StartFailed where nothing can listen there."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise StartFailed(
+                f"http.port {port} on {host} cannot be listened on ({error.strerror}): "
+                "choose another one, or 0 for any that is free"
+            ) from None
 
 
 def _free_port(host: str) -> int:
