@@ -1,13 +1,15 @@
-"""One run of the benchmark: the bare loop before and after the service, so that a drifting machine shows."""
+"""One run of the benchmark: rounds of the service between runs of the bare loop, so that a drifting machine cancels."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -17,6 +19,15 @@ from runtime.bench.clients import through_nats, through_sdk
 from runtime.bench.timing import Figures, combined
 from runtime.bench.workload import Workload, model_folder
 from runtime.demo.server import starting
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One way of training."""
+
+    figures: Figures
+    ratio: float
+    """Of its tokens per second to those of the fastest bare loop."""
 
 
 def bare(folder: Path, threads: int, work: Workload) -> list[Figures]:
@@ -32,31 +43,55 @@ def bare(folder: Path, threads: int, work: Workload) -> list[Figures]:
     return [msgspec.json.decode(line, type=Figures) for line in done.stdout.splitlines()]
 
 
-def run(work: Workload, rounds: int, say: Callable[[str], None]) -> Iterator[Figures]:
-    """Figures of each bare packing, of the SDK and of NATS: medians over the rounds."""
+@dataclass(slots=True)
+class Round:
+    """What one round measured: the service between two runs of the bare loop."""
+
+    before: list[Figures]
+    service: list[Figures]
+    after: list[Figures]
+
+
+def run(work: Workload, rounds: int, say: Callable[[str], None]) -> list[Row]:
+    """A row for each bare packing, for the SDK and for NATS.
+
+    The run of the bare loop behind a round is the one before the next.
+    """
     os.environ.setdefault("TINKER_TELEMETRY", "0")
     threads = os.cpu_count() or 1
     with tempfile.TemporaryDirectory(prefix="tinkerbus-bench-") as scratch:
         folder = model_folder(Path(scratch) / "bench-model")
-        plain: list[list[Figures]] = []
-        sdk: list[Figures] = []
-        nats: list[Figures] = []
+        say("bare Megatron loop")
+        before, measured = bare(folder, threads, work), []
         for number in range(rounds):
-            say(f"round {number + 1} of {rounds}: bare Megatron loop")
-            plain.append(bare(folder, threads, work))
-            with starting(str(folder), Path(scratch) / f"data-{number}", say) as server:
-                service = server.ready()
-                say(f"round {number + 1} of {rounds}: through the SDK")
-                sdk.append(through_sdk(service.http, service.api_key, service.base_model, work))
-                say(f"round {number + 1} of {rounds}: through NATS")
-                nats.append(
-                    through_nats(
-                        service.nats, service.tenant, service.nats_password, service.base_model, work
-                    )
-                )
-        say("bare Megatron loop once more")
-        plain.append(bare(folder, threads, work))
-        for packing in zip(*plain, strict=True):
-            yield combined(packing)
-        yield combined(sdk)
-        yield combined(nats)
+            say(f"round {number + 1} of {rounds}")
+            service = _service(folder, Path(scratch) / f"data-{number}", work, say)
+            say("bare Megatron loop")
+            after = bare(folder, threads, work)
+            measured.append(Round(before, service, after))
+            before = after
+    return table(measured)
+
+
+def _service(folder: Path, data: Path, work: Workload, say: Callable[[str], None]) -> list[Figures]:
+    with starting(str(folder), data, say) as server:
+        ready = server.ready()
+        say("through the SDK")
+        sdk = through_sdk(ready.http, ready.api_key, ready.base_model, work)
+        say("through NATS")
+        nats = through_nats(ready.nats, ready.tenant, ready.nats_password, ready.base_model, work)
+        return [sdk, nats]
+
+
+def table(rounds: Sequence[Round]) -> list[Row]:
+    """Medians over the rounds. Ratios are to the fastest bare packing of the same round, before and behind it."""
+    rows: dict[str, list[tuple[Figures, float]]] = {}
+    for measured in rounds:
+        plain = [combined(pair) for pair in zip(measured.before, measured.after, strict=True)]
+        best = max(figures.tokens_per_s for figures in plain)
+        for figures in (*plain, *measured.service):
+            rows.setdefault(figures.way, []).append((figures, figures.tokens_per_s / best))
+    return [
+        Row(combined([figures for figures, _ in row]), statistics.median(ratio for _, ratio in row))
+        for row in rows.values()
+    ]

@@ -6,6 +6,7 @@ import typer
 
 from runtime.cli.bench import bench
 from runtime.cli.demo import demo
+from runtime.cli.gates import gates
 from runtime.cli.up import up
 
 app = typer.Typer(
@@ -18,6 +19,7 @@ app = typer.Typer(
 app.command()(up)
 app.command()(demo)
 app.command()(bench)
+app.command()(gates)
 
 
 def _show_version(wanted: bool) -> None:

@@ -29,6 +29,8 @@ class Service:
     data: Path
     options: tuple[str, ...] = ()
     port: int = 0
+    environment: dict[str, str] = field(default_factory=dict)
+    """What its processes have beside our own environment."""
     process: subprocess.Popen[str] | None = None
     http: str = ""
     nats: str = ""
@@ -43,7 +45,7 @@ class Service:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=environment,
+            env={**environment, **self.environment},
         )
         threading.Thread(target=self._collect, args=(self.process,), daemon=True).start()
         line = self._ready_line(self.process)
@@ -109,8 +111,10 @@ class Service:
 
 
 @contextlib.contextmanager
-def started(data: Path, *options: str, port: int = 0) -> Iterator[Service]:
-    service = Service(data, options, port)
+def started(
+    data: Path, *options: str, port: int = 0, environment: dict[str, str] | None = None
+) -> Iterator[Service]:
+    service = Service(data, options, port, environment or {})
     try:
         yield service.start()
     finally:

@@ -1,0 +1,10 @@
+"""Servers that are wrong on purpose, to show that a gate notices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def environment(file: Path) -> dict[str, str]:
+    """Of a service that is wrong as `file` says while it exists, see `sitecustomize` here."""
+    return {"PYTHONPATH": str(Path(__file__).parent), "MUTANT_FILE": str(file)}
