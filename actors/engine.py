@@ -22,12 +22,12 @@ from actors import optimizer as adamw
 from actors.gradient_dump import GradientDump
 from actors.layout import Layout
 from actors.loss_pass import MicrobatchOutput
-from actors.models.build import LogprobModel, build
+from actors.models.build import Dtype, LogprobModel, build
 from actors.models.families import spec_of
 from actors.packing import PackedRequest, Schedule, slots
 from actors.parallel import all_ranks_agree, answers, join
 from actors.residency import Residency
-from actors.tenants import Tenant, TenantConfig, Tenants
+from actors.tenants import FullConfig, Tenant, TenantConfig, Tenants
 from actors.transforms import plan
 from actors.transforms.fake_int4 import FakeInt4
 from actors.transforms.model import QuantizedWeights
@@ -43,6 +43,8 @@ class EngineConfig:
     layout: Layout = field(default_factory=Layout)
     dump_gradients: Path | None = None
     """Folder for `gradient_dump`; None turns it off."""
+    dtype: Dtype = "float32"
+    """Of the base model. Adapters, gradients and optimizers are float32; "bfloat16" trains adapters only."""
     fused_head: bool = False
     """Compute logprobs in chunks of the vocabulary's logits, never whole."""
     fake_int4: FakeInt4 | None = None
@@ -88,15 +90,21 @@ class Engine:
         self.tenants = Residency(tenants, config.max_resident_models, away)
 
     def _new_base(self) -> list[LogprobModel]:
-        chunks = build(self.spec, self._config.layout, fused_head=self._config.fused_head)
+        config = self._config
+        chunks = build(self.spec, config.layout, fused_head=config.fused_head, dtype=config.dtype)
         for chunk in chunks:
-            weights.load(chunk, self.spec, self._config.model_folder)
+            weights.load(chunk, self.spec, config.model_folder)
         return chunks
 
     def create(self, model_id: str, config: TenantConfig) -> None:
-        """A fresh tenant. Creating one that exists is an error of the caller."""
+        """A fresh tenant. Creating one that exists is an error of the caller, as is FullConfig in bfloat16."""
         if model_id in self.tenants:
             raise ValueError(f"model {model_id!r} is in memory already")
+        if isinstance(config, FullConfig) and self._config.dtype != "float32":
+            raise ValueError(
+                f"model {model_id!r} would train every parameter in {self._config.dtype}, without float32 copies to "
+                "step; use a LoRA adapter, or dtype float32"
+            )
         self.tenants.create(model_id, config)
 
     def unload(self, model_id: str) -> None:

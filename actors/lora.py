@@ -7,6 +7,9 @@ alone, so every layout starts from the same adapter; B starts at 0, so a fresh a
 Tensor parallelism: column-parallel layers replicate A and split B by rows; row-parallel ones split A by columns
 and replicate B. With sequence parallelism a replicated half sees a part of the sequence on each rank, so Megatron
 sums its gradient over them. Experts are whole on their rank, and so are their adapters.
+
+A and B are float32, and so are their gradients and their optimizer, whatever the base model's dtype; their products
+are computed in the dtype of what they adapt.
 """
 
 from __future__ import annotations
@@ -147,7 +150,7 @@ class Adapter(nn.Module):
 
     def low(self, x: Tensor) -> Tensor:
         """A(x) with one row for each row of the output. x: (S, B, in) or (T, in)."""
-        u = torch.nn.functional.linear(x, self.A)
+        u = torch.nn.functional.linear(x, self.A.to(x.dtype))
         match self.target.split, self.sequence_parallel:
             case "rows", True:
                 return gather_from_sequence_parallel_region(u)
@@ -163,10 +166,10 @@ class Adapter(nn.Module):
         """`out` plus this adapter's share. x: (…, in of this rank); out: (…, out of this rank)."""
         u = self.low(x).flatten(0, -2)
         if len(self.B) == 1:
-            flat = torch.addmm(out.flatten(0, -2), u, self.B[0].t(), alpha=self.scale)
+            flat = torch.addmm(out.flatten(0, -2), u, self.B[0].to(u.dtype).t(), alpha=self.scale)
             return flat.view(out.shape)
         parts = [
-            torch.nn.functional.linear(u_p, b)
+            torch.nn.functional.linear(u_p, b.to(u_p.dtype))
             for u_p, b in zip(u.split(self.rank, dim=-1), self.B, strict=True)
         ]
         groups = self.target.groups // parallel_state.get_tensor_model_parallel_world_size() or 1

@@ -174,7 +174,7 @@ def parted(entry: Entry, values: Tensor, spec: ModelSpec) -> Sequence[Tensor]:
 
 @torch.no_grad()
 def load(model: GPTModel, spec: ModelSpec, folder: Path) -> None:
-    """Set every parameter of this rank's model chunk from the folder, in float32.
+    """Set every parameter of this rank's model chunk from the folder, in the parameter's dtype.
 
     Raises UnsupportedModel for a missing tensor or one of another shape; nothing is left unset.
     """

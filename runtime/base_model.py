@@ -44,4 +44,6 @@ def check(settings: Settings) -> None:
     model, chosen = spec(settings), layout(settings)
     chosen.check(model)
     if (transform := fake_int4(settings)) is not None:
+        if settings.dtype != "float32":
+            raise ValueError(f"fake_int4 needs dtype float32 in this release; dtype is {settings.dtype}")
         plan.check(transform, model, chosen.tp)

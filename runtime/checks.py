@@ -51,6 +51,12 @@ def training(op: CreateModel, settings: Settings) -> TenantConfig:
             "base_model",
         )
     if op.lora is None:
+        if settings.dtype != "float32":
+            raise Refusal(
+                f"training every parameter needs a float32 base model, and this server's dtype is {settings.dtype}; "
+                "ask for a LoRA adapter",
+                "lora",
+            )
         return FullConfig()
     if not 1 <= op.lora.rank <= settings.lora.max_rank:
         raise Refusal(

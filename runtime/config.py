@@ -198,6 +198,8 @@ class Settings(Section, frozen=True):
     """Folder of the log, snapshots, keys and built models. Started again on it, the service goes on."""
     model: str = "tiny"
     """Folder of a Hugging Face model, or "tiny" for the built-in one."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the base model's weights and activations. Adapters, gradients and optimizers are float32 with either."""
     model_name: str | None = None
     """Name clients ask for; None for the folder's name."""
     gap_timeout_s: Seconds = 600.0

@@ -34,6 +34,7 @@ def group_config(settings: Settings, folder: Path, *, gpus: bool) -> GroupConfig
             model_folder=folder,
             layout=base_model.layout(settings),
             dump_gradients=Path(dump).resolve() if dump else None,
+            dtype=settings.dtype,
             fused_head=settings.head.fused,
             fake_int4=base_model.fake_int4(settings),
             max_resident_models=settings.limits.max_resident_models,

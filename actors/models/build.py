@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from megatron.core import parallel_state
@@ -21,10 +21,15 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from actors import device
 from actors.head import fused_target_logprobs, target_logprobs
 from actors.layout import Layout
 from actors.models.norm import RMSNorm
 from actors.models.spec import ModelSpec, MoeSpec
+
+Dtype = Literal["float32", "bfloat16"]
+"""Of the base model's weights and activations. Softmaxes, logprobs and losses are float32 with either."""
+DTYPES: dict[Dtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class LogprobModel(GPTModel):
@@ -69,7 +74,8 @@ class LogprobModel(GPTModel):
         adapter = self.head_adapter()
         low = None
         if adapter is not None:
-            low = (adapter.low(hidden_states).flatten(0, -2), adapter.B[0], adapter.scale)
+            u = adapter.low(hidden_states).flatten(0, -2)
+            low = (u, adapter.B[0].to(u.dtype), adapter.scale)
         if self.config.sequence_parallel:
             whole = gather_from_sequence_parallel_region(hidden_states)
         else:
@@ -103,8 +109,8 @@ def _moe_config(moe: MoeSpec | None, layout: Layout) -> dict[str, Any]:
     }
 
 
-def transformer_config(spec: ModelSpec, layout: Layout) -> TransformerConfig:
-    """Megatron's configuration of the local layer spec in float32, with every fused kernel off."""
+def transformer_config(spec: ModelSpec, layout: Layout, dtype: Dtype = "float32") -> TransformerConfig:
+    """Megatron's configuration of the local layer spec, with every fused kernel off."""
     config = TransformerConfig(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
@@ -125,8 +131,9 @@ def transformer_config(spec: ModelSpec, layout: Layout) -> TransformerConfig:
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.virtual_pp if layout.virtual_pp > 1 else None,
         sequence_parallel=layout.sequence_parallel,
-        params_dtype=torch.float32,
-        pipeline_dtype=torch.float32,
+        params_dtype=DTYPES[dtype],
+        pipeline_dtype=DTYPES[dtype],
+        bf16=dtype == "bfloat16",
         calculate_per_token_loss=True,
         finalize_model_grads_func=_defer_finalization,
         use_cpu_initialization=True,
@@ -161,12 +168,14 @@ def _block_spec(config: TransformerConfig, spec: ModelSpec, chunk: int | None) -
     return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)
 
 
-def build(spec: ModelSpec, layout: Layout, *, fused_head: bool = False) -> list[LogprobModel]:
+def build(
+    spec: ModelSpec, layout: Layout, *, fused_head: bool = False, dtype: Dtype = "float32"
+) -> list[LogprobModel]:
     """This rank's model chunks in order, their weights not yet set: one, or `layout.virtual_pp` of them.
 
     Call inside `device.use()` and `layout.join`.
     """
-    config = transformer_config(spec, layout)
+    config = transformer_config(spec, layout, dtype)
     models = []
     for number in range(layout.virtual_pp):
         chunk = number if layout.virtual_pp > 1 else None
@@ -183,6 +192,8 @@ def build(spec: ModelSpec, layout: Layout, *, fused_head: bool = False) -> list[
             rotary_base=spec.rope_theta,
             vp_stage=chunk,
         )
+        if device.has_gpu():  # it was made in the host's memory
+            model.to(device.device())
         model.real_vocab_size = spec.vocab_size
         model.fused_head = fused_head
         _mark_what_is_split(model)

@@ -36,6 +36,10 @@ def test_a_weight_transform_is_off_unless_asked_for() -> None:
         ({"layout__tp": 8}, "layout.tp is 8, which does not divide the model's 4 attention heads"),
         ({"fake_int4__convention": "rtn"}, "which names no linear layer of this model"),
         (
+            {"dtype": "bfloat16", "fake_int4__convention": "rtn", "fake_int4__modules": ["*.down_proj"]},
+            "fake_int4 needs dtype float32 in this release; dtype is bfloat16",
+        ),
+        (
             {
                 "fake_int4__convention": "rtn",
                 "fake_int4__modules": ["*.down_proj"],

@@ -109,6 +109,16 @@ def test_without_an_adapter_every_parameter_trains() -> None:
     assert checks.training(CreateModel(base_model="tiny"), SETTINGS) == FullConfig()
 
 
+def test_a_bfloat16_base_takes_adapters_alone() -> None:
+    settings = Settings(dtype="bfloat16")
+    checks.training(CreateModel(base_model="tiny", lora=LoraConfig(rank=8)), settings)
+    with pytest.raises(
+        Refusal, match="needs a float32 base model, and this server's dtype is bfloat16"
+    ) as caught:
+        checks.training(CreateModel(base_model="tiny"), settings)
+    assert caught.value.field == "lora"
+
+
 @pytest.mark.parametrize(
     ("op", "field"),
     [

@@ -26,11 +26,11 @@ PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 PREFIX = "base_model.model."
 
 
-def load(folder: Path) -> torch.nn.Module:
-    """The folder as transformers reads it, float32, plain attention."""
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    """The folder as transformers reads it, plain attention."""
     logging.disable_progress_bar()
     model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
+        folder, dtype=dtype, attn_implementation="eager"
     )
     for module in model.modules():
         if isinstance(module, Qwen3MoeSparseMoeBlock):
@@ -88,18 +88,23 @@ LOSSES: dict[str, Callable[[Tensor, DatumInputs], Tensor]] = {
 
 
 class Reference:
-    """A base model with one adapter. Parameters go by the names our dumps use."""
+    """A base model of a dtype with one float32 adapter. Parameters go by the names our dumps use."""
 
     parameters: dict[str, torch.nn.Parameter]
 
     def __init__(
-        self, folder: Path, rank: int, alpha: float = 32, targets: Sequence[str] = PROJECTIONS
+        self,
+        folder: Path,
+        rank: int,
+        alpha: float = 32,
+        targets: Sequence[str] = PROJECTIONS,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         config = peft.LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=list(targets))
         with warnings.catch_warnings():
             # PEFT warns that a tied head does not stay tied: wanted here, the adapter is the output's alone.
             warnings.simplefilter("ignore")
-            self.model = peft.get_peft_model(load(folder), config)
+            self.model = peft.get_peft_model(load(folder, dtype), config)
         self.parameters = {
             name.removeprefix(PREFIX).replace(".default.", "."): parameter
             for name, parameter in self.model.named_parameters()
@@ -119,7 +124,7 @@ class Reference:
         """log softmax at the targets of one datum, (N,) or (N, K)."""
         logits = self.model(input_ids=tokens[None], use_cache=False).logits[0]
         wide = targets if targets.dim() == 2 else targets[:, None]
-        return torch.log_softmax(logits, dim=-1).gather(1, wide).reshape(targets.shape)
+        return torch.log_softmax(logits.float(), dim=-1).gather(1, wide).reshape(targets.shape)
 
     @torch.no_grad()
     def router_gap(self, tokens: Tensor) -> float:
