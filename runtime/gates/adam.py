@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 from tinker import types
 
@@ -19,8 +20,8 @@ from runtime.gates.lab import LOGPROB_BAR, PROBE, STEP_BAR, VISIBLE, Lab, Logpro
 from runtime.gates.scale import HUGE_EPS, WINDOW
 from runtime.gates.wire import Model
 
-BETA1, BETA2 = 0.9, 0.95
-"""The SDK's defaults."""
+DEFAULTS = {"beta1": 0.9, "beta2": 0.95}
+"""The SDK's."""
 SILENT = supervised(scaled(WINDOW, 0.0))
 """A window of it has gradient 0."""
 CLIP_PART = 0.25
@@ -61,26 +62,18 @@ def learning_rate(lab: Lab) -> None:
     lab.findings.measured("rate 0", apart(still, lab.fresh), LOGPROB_BAR)
     short, long = 0.25, 0.75
     found = _fresh(lab, (PROBE, lab.scale.signs(short)), (SILENT, lab.scale.signs(long)))
-    _foretold(lab, f"{short} then {long}", found, short + long * momentum(BETA1, BETA2))
+    _foretold(lab, f"{short} then {long}", found, short + long * momentum(**DEFAULTS))
     lab.visible("the learning rate", found, _one_step(lab, short), lab.fresh)
 
 
-def beta1(lab: Lab) -> None:
-    ends = {}
-    for value in (BETA1, 0.5):
-        adam = lab.scale.signs(0.5, beta1=value)
-        ends[value] = _fresh(lab, (PROBE, adam), (SILENT, adam))
-        _foretold(lab, f"{value:g}", ends[value], 0.5 * (1 + momentum(value, BETA2)))
-    lab.visible("beta1", ends[0.5], ends[BETA1], lab.fresh)
-
-
-def beta2(lab: Lab) -> None:
-    ends = {}
-    for value in (BETA2, 0.3):
-        adam = lab.scale.signs(0.5, beta2=value)
-        ends[value] = _fresh(lab, (PROBE, adam), (SILENT, adam))
-        _foretold(lab, f"{value:g}", ends[value], 0.5 * (1 + momentum(BETA1, value)))
-    lab.visible("beta2", ends[0.3], ends[BETA2], lab.fresh)
+def beta(lab: Lab, *, name: str, other: float) -> None:
+    """The beta of this name, at its default and at another value."""
+    ends = []
+    for value in (DEFAULTS[name], other):
+        adam = lab.scale.signs(0.5, **{name: value})
+        ends.append(_fresh(lab, (PROBE, adam), (SILENT, adam)))
+        _foretold(lab, f"{value:g}", ends[-1], 0.5 * (1 + momentum(**{**DEFAULTS, name: value})))
+    lab.visible(name, ends[1], ends[0], lab.fresh)
 
 
 def eps(lab: Lab) -> None:
@@ -160,8 +153,18 @@ GATES = (
     Gate(
         "adam-learning_rate", "0 moves nothing, and each step has its own", learning_rate, ("learning_rate",)
     ),
-    Gate("adam-beta1", "the momentum of the gradient decays by it", beta1, ("beta1",)),
-    Gate("adam-beta2", "the momentum of its square decays by it", beta2, ("beta2",)),
+    Gate(
+        "adam-beta1",
+        "the momentum of the gradient decays by it",
+        partial(beta, name="beta1", other=0.5),
+        ("beta1",),
+    ),
+    Gate(
+        "adam-beta2",
+        "the momentum of its square decays by it",
+        partial(beta, name="beta2", other=0.3),
+        ("beta2",),
+    ),
     Gate("adam-eps", "it is added to the denominator", eps, ("eps",)),
     Gate("adam-weight_decay", "decoupled decay of rate times decay", weight_decay, ("weight_decay",)),
     Gate(

@@ -121,10 +121,6 @@ class Lab:
     def warm(self) -> Logprobs:
         return self._bench.warm
 
-    @property
-    def dumps(self) -> bool:
-        return self._bench.dump_folder is not None
-
     def warm_model(self) -> Model:
         return warmed(self.session.model(), self.scale)
 
@@ -170,9 +166,9 @@ class Lab:
 
     def same_window(self, what: str, found: Window, wanted: Window) -> None:
         """All that shows of two windows' gradients."""
-        self.same_step(f"{what} step", found.after, wanted.after)
-        self.same_norm(f"{what} norm", found.norm, wanted.norm)
-        self.same_gradient(f"{what} gradient", found, wanted)
+        self.same_step(f"{what} step".strip(), found.after, wanted.after)
+        self.same_norm(f"{what} norm".strip(), found.norm, wanted.norm)
+        self.same_gradient(f"{what} gradient".strip(), found, wanted)
 
     def visible(self, what: str, found: Logprobs, other: Logprobs, before: Logprobs | None = None) -> None:
         """What is said to act does act: the two differ by a good part of a step."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from runtime.gates import suite
-from runtime.gates.verdict import Level
+from runtime.gates.verdict import Level, Verdict
 from runtime.gates.wire import Wire, connect
 from tests.e2e.conftest import Served, served
 from tests.support import mutants
@@ -40,7 +40,7 @@ def test_every_gate_passes_on_two_ranks(two_ranks: Served) -> None:
     sys.stdout.write(f"{found.stdout}{time.monotonic() - began:.0f} s, to stay below {LONGEST_S} s\n")
     assert found.returncode == 0, found.stdout + found.stderr
     assert all(f" {gate.name} " in found.stdout for gate in suite.GATES)
-    assert "gradient" in found.stdout  # read from the dumps
+    assert "2x4 gradient" in found.stdout  # read from the dumps
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,10 @@ class Mutable:
     wire: Wire
     file: Path
 
-    def verdict(self, gate: str) -> Level:
+    def verdict(self, gate: str) -> Verdict:
         (line,) = suite.run(self.wire, suite.chosen([gate]))
         sys.stdout.write(f"{line}\n")
-        return line.verdict.level
+        return line.verdict
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +67,13 @@ def mutable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mutable]:
 
 @pytest.mark.parametrize("mutant", CAUGHT_BY)
 def test_a_wrong_server_fails_the_gate_that_a_right_one_passes(mutable: Mutable, mutant: str) -> None:
-    assert mutable.verdict(CAUGHT_BY[mutant]) is not Level.FAILS
+    assert mutable.verdict(CAUGHT_BY[mutant]).level is not Level.FAILS
     mutable.file.write_text(mutant)
     try:
-        assert mutable.verdict(CAUGHT_BY[mutant]) is Level.FAILS
+        wrong = mutable.verdict(CAUGHT_BY[mutant])
+        assert wrong.level is Level.FAILS
+        assert wrong.figure is not None, wrong.note  # measured: the server was wrong, not out of order
+        assert wrong.bar is not None
+        assert wrong.figure > wrong.bar
     finally:
         mutable.file.unlink()
