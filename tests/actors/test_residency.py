@@ -108,11 +108,10 @@ def last_step(folder: Path, tenant: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("layout", "with_full"),
     [
-        (Layout(), True),
         (Layout(dp=2, distributed_optimizer=True), False),
         (Layout(tp=2, sequence_parallel=True), True),
     ],
-    ids=["DP1", "DP2-distributed", "TP2"],
+    ids=["DP2-distributed", "TP2"],
 )
 def test_tenants_side_by_side_end_with_the_bits_of_runs_alone(
     world: World, tmp_path: Path, layout: Layout, with_full: bool
@@ -127,7 +126,7 @@ def test_tenants_side_by_side_end_with_the_bits_of_runs_alone(
     for tenant in tenants:
         with world.opened(config("alone")) as ranks:
             end(ranks, {tenant: tenants[tenant]}, own[tenant])
-    limits = {"all": 0, "two": 2} if layout == Layout() else {"two": 2}
+    limits = {"two": 2} if with_full else {"all": 0, "two": 2}
     for name, most in limits.items():
         changes = {"max_resident_models": most, "away": tmp_path / f"away-{name}"} if most else {}
         with world.opened(config(name, **changes)) as ranks:
