@@ -36,6 +36,8 @@ LOGICAL_CPUS = 16
 """Ray's CPU claims are logical here: small machines have to fit every replica and rank."""
 
 OBJECT_STORE_BYTES = 512 * 1024 * 1024
+GRPC_MAX_BYTES = 2**31 - 1
+"""What gRPC carries in one message at most; `http.max_body_bytes` is the limit that clients see."""
 
 
 class StartFailed(RuntimeError):
@@ -100,6 +102,9 @@ def _ray(data: Path) -> Iterator[bool]:
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     # What Serve looks at ten times a second changes a few times a day here, and the ranks want the cores.
     os.environ.setdefault("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.5")
+    # Between proxy and replica gRPC takes less CPU than actor calls do; the replica's own default limit is 4 MB.
+    os.environ.setdefault("RAY_SERVE_PROXY_USE_GRPC", "1")
+    os.environ.setdefault("RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH", str(GRPC_MAX_BYTES))
     # By default workers have niceness 15: whatever else runs on the machine, the clients included, would push the
     # ranks aside.
     os.environ.setdefault("RAY_worker_niceness", "0")
