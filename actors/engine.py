@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch._C._distributed_c10d import Store
 
-from actors import device, loss_pass, weights
+from actors import device, loss_pass, snapshot, weights
 from actors import optimizer as adamw
 from actors.gradient_dump import GradientDump
 from actors.layout import Layout
@@ -27,6 +27,7 @@ from actors.models.families import spec_of
 from actors.packing import PackedRequest, Schedule, slots
 from actors.parallel import all_ranks_agree, answers, join
 from actors.residency import Residency
+from actors.snapshot import Writer
 from actors.tenants import FullConfig, Tenant, TenantConfig, Tenants
 from actors.transforms import plan
 from actors.transforms.fake_int4 import FakeInt4
@@ -88,6 +89,7 @@ class Engine:
         tenants = Tenants(self.base, self.spec, layout, self._new_base, config.fake_int4)
         away = config.away / f"rank{dist.get_rank()}" if config.away is not None else None
         self.tenants = Residency(tenants, config.max_resident_models, away)
+        self._snapshots = Writer()
 
     def _new_base(self) -> list[LogprobModel]:
         config = self._config
@@ -109,6 +111,34 @@ class Engine:
 
     def unload(self, model_id: str) -> None:
         self.tenants.drop(model_id)
+
+    def snapshot(self, model_id: str, folder: Path) -> None:
+        """Copy this rank's part of the tenant, and begin to write it to a file of its own in `folder`."""
+        self._snapshots.begin(
+            snapshot.file_in(folder, dist.get_rank()), snapshot.take(self.tenants.activate(model_id))
+        )
+
+    def snapshot_written(self, folder: Path) -> str | None:
+        """None while the file is being written; then "" where it is on the disk, else what went wrong."""
+        return self._snapshots.outcome(snapshot.file_in(folder, dist.get_rank()))
+
+    def restore(self, model_id: str, config: TenantConfig, folder: Path) -> None:
+        """The tenant as it was when the snapshot in `folder` was taken, by as many ranks.
+
+        PassFailed, on all ranks, where one cannot read its part; there is no such tenant then.
+        """
+        failure: Exception | None = None
+        state: snapshot.State = {}
+        try:
+            state = snapshot.read(snapshot.file_in(folder, dist.get_rank()))
+        except Exception as error:  # told to every rank below, then raised
+            failure = error
+        if not all_ranks_agree(failure is None):
+            if failure is None:
+                raise PassFailed("another rank's part of the snapshot cannot be read", elsewhere=True)
+            raise PassFailed(f"{type(failure).__name__}: {failure}") from failure
+        self.create(model_id, config)
+        snapshot.restore(self.tenants.activate(model_id), state)
 
     def forward_backward(
         self, model_id: str, requests: Sequence[PackedRequest], labels: Sequence[int] = ()

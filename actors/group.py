@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -176,6 +177,18 @@ class MegatronGroup:
         """Raises WindowIncomplete when a call of the window failed on the ranks and is not in `accept_lost`."""
         return self._submit(lambda parts: parts[0], "optim_step", model_id, adam, accept_lost)
 
+    def snapshot(self, model_id: str, folder: Path) -> asyncio.Task[None]:
+        """Every rank copies its part of the model and begins to write it into `folder`."""
+        return self._submit(_nothing, "snapshot", model_id, folder)
+
+    def snapshot_written(self, folder: Path) -> asyncio.Task[str | None]:
+        """None while a rank still writes; then "" where all parts are on the disk, else what went wrong."""
+        return self._submit(_first_error, "snapshot_written", folder)
+
+    def restore(self, model_id: str, config: TenantConfig, folder: Path) -> asyncio.Task[None]:
+        """The model as it was at a snapshot of as many ranks."""
+        return self._submit(_nothing, "restore", model_id, config, folder)
+
     def close(self) -> None:
         """Kill the ranks and free their places. Safe to call twice."""
         for rank in self._ranks:
@@ -215,3 +228,9 @@ async def _awaited(reference: Any) -> Any:
 
 def _nothing(_: list[Any]) -> None:
     return None
+
+
+def _first_error(parts: list[str | None]) -> str | None:
+    if None in parts:
+        return None
+    return next((error for error in parts if error), "")

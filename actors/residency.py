@@ -80,7 +80,7 @@ class Residency:
     def _bring_back(self, model_id: str) -> None:
         self._make_room()
         file = self._file(model_id)
-        state = torch.load(file, weights_only=True)
+        state = snapshot.read(file)
         snapshot.restore(self._tenants.create(model_id, self._away.pop(model_id)), state)
         self._used[model_id] = None
         file.unlink()

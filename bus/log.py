@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import time
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import nats.errors
 from nats.aio.msg import Msg
@@ -21,6 +21,7 @@ from bus import codec, scan, subjects
 from bus.connection import BrokerError, BrokerUnreachable, Bus
 from bus.errors import newer_format
 from bus.events import FORMAT, Op, request_id
+from bus.ledger import Ledger
 from bus.publish import StreamFull, SubjectTaken, store
 
 CONTENT_TYPE, TB_FORMAT, TB_TENANT, TB_VERB, TB_HASH = (
@@ -105,20 +106,27 @@ def entry(
 class OpsLog:
     """The log of one group."""
 
-    def __init__(self, bus: Bus, group: str) -> None:
+    def __init__(self, bus: Bus, group: str, ledger: Ledger | None = None) -> None:
+        """Whoever appends to a log that is trimmed needs its `ledger`."""
         self._bus = bus
+        self._ledger = ledger
         self.group = group
         self._filter = f"{subjects.PREFIX}.ops.{subjects.escape(group)}.*.*"
         self.skipped = 0
         """Messages on the log's subjects that no server of ours wrote."""
 
-    async def append(self, entry: LogEntry, *, timeout_s: float = 10.0) -> Appended:
-        """Store one operation; returns once the broker has it on disk.
+    async def append(self, entry: LogEntry, *, trimmed_below: int = 0, timeout_s: float = 10.0) -> Appended:
+        """Store one operation; returns once the broker has it on disk. Numbers below `trimmed_below` may be gone
+        from the log, and are looked up in the ledger.
 
         A lost answer is asked for again until `timeout_s` is up, and then raises BrokerUnreachable: the operation
         may or may not be there, and appending it once more settles that. Raises BodyConflict, LogFull,
         MessageTooLarge.
         """
+        if self._ledger is not None and entry.seq_id is not None and entry.seq_id < trimmed_below:
+            row = await self._ledger.find(entry.model_id, entry.seq_id)
+            if row is not None:
+                return self._compared(entry, replace(entry, body_hash=row.body_hash, position=row.position))
         doing = f"operation {entry.request_id}"
         headers = {
             CONTENT_TYPE: entry.content_type,
@@ -163,6 +171,11 @@ class OpsLog:
         """The entry of one identity. Raises BrokerUnreachable."""
         found = await scan.last_of(self._bus, subjects.OPS_STREAM, subjects.ops(self.group, model_id, seq_id))
         return None if found is None else _entry(found)
+
+    async def trim(self, model_id: str, below_position: int) -> None:
+        """Drop the model's entries before a position. Raises BrokerUnreachable."""
+        every = f"{subjects.PREFIX}.ops.{subjects.escape(self.group)}.{subjects.escape(model_id)}.*"
+        await scan.purge(self._bus, subjects.OPS_STREAM, every, below_position=below_position)
 
     async def last_position(self) -> int:
         """The stream's last sequence number, over all groups; 0 while it is empty. Raises BrokerUnreachable."""

@@ -6,7 +6,7 @@ fields it does not know are ignored, so that older and newer servers can share a
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
@@ -47,12 +47,14 @@ class ModelRow(msgspec.Struct, frozen=True, kw_only=True):
     """None for full-parameter training."""
     user_metadata: dict[str, str] = {}
     status: Literal["creating", "live", "failed", "unloaded"] = "creating"
+    trimmed_below: int = 0
+    """Operations with lower numbers may be gone from the log; the ledger has them."""
 
 
 class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
     """What a group's dispatcher says of itself; by group name."""
 
-    status: Literal["starting", "ready", "rebuilding", "stopped"]
+    status: Literal["starting", "ready", "rebuilding", "refused", "stopped"]
     base_model: str
     """The name it is served under."""
     model_dir: str
@@ -64,6 +66,8 @@ class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
     """The model family, as its Hugging Face config names it."""
     position: int = 0
     """The log has been worked through up to here."""
+    detail: str | None = None
+    """Why the group refuses to start."""
 
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -108,6 +112,14 @@ class Table(Generic[T]):
     async def update(self, key: Key, value: T, revision: int) -> bool:
         """False when the row is no longer at `revision`."""
         return await self._write(key, value, revision) is not None
+
+    async def change(self, key: Key, changed: Callable[[T], T]) -> None:
+        """Write `changed(row)`, whoever else writes meanwhile. Nothing happens where there is no row, or no change."""
+        while (found := await self.get(key)) is not None:
+            row, revision = found
+            new = changed(row)
+            if new == row or await self.update(key, new, revision):
+                return
 
     async def delete(self, key: Key) -> None:
         await self._store(self._subject(key), b"", {_OPERATION: "DEL"}, None)

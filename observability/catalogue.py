@@ -148,6 +148,8 @@ _HEALTH = (
     _counter("recoveries", "recoveries", ("group",), "Times the group was rebuilt."),
     _counter("replayed_operations", "operations", ("group",), "Operations run again after a rebuild."),
     _counter("replay_mismatches", "operations", ("group",), "Replayed results that differ from the first."),
+    _counter("snapshots", "snapshots", ("group",), "Snapshots of a model's state that are on the disk."),
+    _counter("snapshots_failed", "snapshots", ("group",), "Snapshots that could not be written."),
     _gauge("build_info", "1", ("version",), "Always 1; the label says what runs."),
 )
 

@@ -163,6 +163,15 @@ class Limits(Section, frozen=True):
     0 for no limit."""
 
 
+class Recovery(Section, frozen=True):
+    """How the service comes back after a crash: newest snapshots, then the log behind them."""
+
+    replay_budget_s: Seconds = 60.0
+    """Work on the ranks, in seconds, that a recovery may have to repeat; a snapshot is taken when it would be more."""
+    accept_new_bits: bool = False
+    """Go on from snapshots that another torch, processor, packing or model made: the bits will differ from then on."""
+
+
 class Results(Section, frozen=True):
     """How long answers stay readable; after that a poll for them gets 410."""
 
@@ -213,6 +222,7 @@ class Settings(Section, frozen=True):
     fake_int4: FakeInt4 = FakeInt4()
     lora: Lora = Lora()
     limits: Limits = Limits()
+    recovery: Recovery = Recovery()
     results: Results = Results()
     tenants: dict[str, Tenant] = {}
     """By name. Empty for one tenant called "default"."""

@@ -135,7 +135,7 @@ class IntakePart(BackgroundPart):
     async def work(self, bus: Bus, recorder: Recorder) -> None:
         from runtime.intake import Intake
 
-        log = OpsLog(bus, self._wiring.group)
+        log = OpsLog(bus, self._wiring.group, await self._wiring.ledger(bus))
         await Intake(bus, log, await self._wiring.tables(bus), Results(bus), recorder).run()
 
 
@@ -177,14 +177,15 @@ async def ingress_app(wiring: Wiring) -> AsyncIterator[AsgiApp]:
         recorder = Recorder(process_name("ingress"), group=wiring.group)
         async with MetricsPublisher(bus, recorder):
             tables = await wiring.tables(bus)
+            ledger = await wiring.ledger(bus)
             yield build(
                 Deps(
                     settings=wiring.settings,
                     bus=bus,
-                    log=OpsLog(bus, wiring.group),
+                    log=OpsLog(bus, wiring.group, ledger),
                     results=Results(bus),
                     tables=tables,
-                    ledger=await wiring.ledger(bus),
+                    ledger=ledger,
                     keys=wiring.keys,
                     ready=readiness(tables, wiring.group),
                     recorder=recorder,

@@ -1,6 +1,6 @@
 """The dispatcher of one group: starts the ranks, works the log, and starts anew when a rank is lost.
 
-State is the log: every life of the group begins with a replay from the log's start.
+State is snapshots and log: every life of the group begins with the newest snapshots and a replay of what came since.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ from actors.engine import EngineConfig
 from actors.group import GroupConfig, GroupDied, MegatronGroup
 from actors.models.families import spec_of
 from bus.tables import GroupRow
-from runtime import base_model
+from runtime import base_model, fingerprint
 from runtime.config import Settings
+from runtime.fingerprint import FingerprintDiffers
+from runtime.hand_over import packing
 from runtime.pipeline import Pipeline
 from runtime.services import Services, patiently
+from runtime.snapshots import Snapshots
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +55,9 @@ class Dispatcher:
         self._s = services
         self._name = group_name
         self._config = config
+        settings = services.settings
+        self._snapshots = Path(settings.data).resolve() / "snapshots" / group_name
+        self._fingerprint = fingerprint.fingerprint(config, packing(settings))
         self._pipeline: Pipeline | None = None
         spec = spec_of(folder)
         self._row = GroupRow(
@@ -78,12 +84,16 @@ class Dispatcher:
                 self._s.recorder.set("tinkerbus_ranks_alive", 0)
                 await self._say("rebuilding")
                 await asyncio.sleep(REBUILD_PAUSE_S)
+            except FingerprintDiffers as refusal:
+                await self._say("refused", detail=str(refusal))
+                raise
             finally:
                 group.close()
 
     async def _live(self, group: MegatronGroup) -> None:
         self._s.recorder.set("tinkerbus_ranks_alive", self._config.engine.layout.world_size)
-        self._pipeline = pipeline = Pipeline(self._s, group)
+        kept = await asyncio.to_thread(Snapshots, self._snapshots)
+        self._pipeline = pipeline = Pipeline(self._s, group, kept, self._fingerprint)
         ready = asyncio.create_task(self._say_when_ready(pipeline))
         try:
             await pipeline.run()
@@ -95,8 +105,8 @@ class Dispatcher:
         await pipeline.caught_up.wait()
         await self._say("ready", pipeline.position)
 
-    async def _say(self, status: str, position: int = 0) -> None:
-        row = msgspec.structs.replace(self._row, status=status, position=position)
+    async def _say(self, status: str, position: int = 0, detail: str | None = None) -> None:
+        row = msgspec.structs.replace(self._row, status=status, position=position, detail=detail)
         await patiently(lambda: self._s.tables.groups.put(self._name, row))
 
     def _gauges(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from actors.engine import StepOutput
 from actors.group import MegatronGroup, RequestOutput
 from actors.packing import PackedRequest, PackingConfig, pack
+from actors.tenants import TenantConfig
 from bus.errors import CodecError
 from bus.events import (
     CreateModel,
@@ -39,6 +40,12 @@ LARGE_BODY = 64 * 1024
 """Bodies above this are decoded and checked in a thread, so that the event loop stays free."""
 
 
+def packing(settings: Settings) -> PackingConfig:
+    return PackingConfig(
+        settings.packing.max_tokens_per_microbatch, settings.packing.max_datums_per_microbatch
+    )
+
+
 class HandOver:
     """Decides each turn of one group's life."""
 
@@ -46,13 +53,27 @@ class HandOver:
         self._settings = settings
         self._spec = group.spec
         self._passes = Passes(group)
-        self._packing = PackingConfig(
-            settings.packing.max_tokens_per_microbatch, settings.packing.max_datums_per_microbatch
-        )
+        self._packing = packing(settings)
         self.lost = LostCalls()
-        self._live: set[str] = set()
+        self._live: dict[str, TenantConfig] = {}
         self._not_created: dict[str, str] = {}
         self._ended: set[str] = set()
+
+    def config(self, model_id: str) -> TenantConfig | None:
+        """What a model that is in the ranks' hands trains."""
+        return self._live.get(model_id)
+
+    def resume(self, model_id: str, config: TenantConfig) -> None:
+        """The ranks have the model from a snapshot."""
+        self._live[model_id] = config
+
+    def give_up(self, model_id: str, because: str) -> None:
+        """The model is lost; its operations fail with `because`."""
+        self._not_created[model_id] = because
+
+    def flush(self) -> None:
+        """Hand to the ranks whatever had its turn."""
+        self._passes.flush()
 
     async def begin(self, job: Job, turn: Turn) -> None:
         """Set the job's outcome, or hand it to the ranks. Never raises for what a user sent."""
@@ -80,7 +101,7 @@ class HandOver:
             case CreateModel():
                 chosen = checks.training(op, self._settings)
                 self._run(job, self._passes.group().create(model_id, chosen))
-                self._live.add(model_id)
+                self._live[model_id] = chosen
                 job.finish = lambda _: outcomes.created(model_id, op)
             case ForwardBackward():
                 job.loses_gradient = not op.forward_only
@@ -93,7 +114,7 @@ class HandOver:
             case UnloadModel():
                 if model_id in self._live:
                     self._run(job, self._passes.group().unload(model_id))
-                    self._live.remove(model_id)
+                    del self._live[model_id]
                 self._ended.add(model_id)
                 self.lost.forget(model_id)
                 job.outcome = ModelUnloaded(model_id=model_id)

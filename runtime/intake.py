@@ -88,14 +88,16 @@ class Intake:
         if row.tenant != entry.tenant:
             await self._fail(entry, f"model_id {entry.model_id!r} is taken: choose another")
         elif row == _uncreated(row) and entry.seq_id != 0:
-            await self._fail_uncreated(entry)
+            await self._fail_uncreated(row, entry)
         else:
-            await self._append(entry)
+            await self._append(row, entry)
         await submitted.ack()
 
-    async def _append(self, entry: LogEntry) -> None:
+    async def _append(self, row: ModelRow, entry: LogEntry) -> None:
         try:
-            appended = await self._log.append(entries.fitted(self._bus, entry))
+            appended = await self._log.append(
+                entries.fitted(self._bus, entry), trimmed_below=row.trimmed_below
+            )
         except BodyConflict as error:
             logger.warning("refused a submission of tenant %r: %s", entry.tenant, error)
         else:
@@ -121,13 +123,13 @@ class Intake:
                 return found[0]
         return new
 
-    async def _fail_uncreated(self, entry: LogEntry) -> None:
+    async def _fail_uncreated(self, row: ModelRow, entry: LogEntry) -> None:
         """Fail an operation of a model that nobody created. Its id is used up, so that this answer stays true."""
         error = f"model_id {entry.model_id!r} is not known: seq_id 0 has to create it before any other"
         refusal = entries.of_refusal(
             entry.tenant, entry.model_id, 0, error, "model_id", b"", entry.content_type
         )
-        await self._append(refusal)
+        await self._append(row, refusal)
         await self._fail(entry, error)
 
     async def _fail(self, entry: LogEntry, error: str) -> None:

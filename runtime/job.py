@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from bus.events import Outcome
@@ -30,3 +30,7 @@ class Job:
     """From the ranks' answer to the outcome; None when `outcome` stands whatever they answer."""
     loses_gradient: bool = False
     """A failure of this operation takes a gradient out of the model's window."""
+    horizon: int | None = None
+    """Of such a failure: the log's last position when it became known."""
+    settled: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when its result is published and its ledger row written."""

@@ -1,4 +1,4 @@
-"""One life of a group: the log from its start, through the sequencer and the ranks, to results.
+"""One life of a group: snapshots, then the log behind them, through the sequencer and the ranks, to results.
 
 Reading, taking turns and publishing run side by side, so that the ranks always have the next operation queued while
 the current one runs. What stood on the log when the life began is a replay: it runs again to rebuild the ranks'
@@ -14,15 +14,18 @@ import time
 from actors.group import GroupDied, MegatronGroup
 from actors.window import PassFailed, WindowIncomplete
 from bus import codec
-from bus.events import Failed, Refused
-from bus.log import BodyConflict
+from bus.events import Failed, ModelUnloaded, Refused
+from bus.log import BodyConflict, LogEntry
 from bus.log import entry as log_entry
-from runtime import outcomes
+from bus.tables import ModelRow
+from runtime import fingerprint, outcomes, snapshots
 from runtime.hand_over import HandOver
 from runtime.job import Job
-from runtime.sequencer import GAP, Sequencer, Turn
+from runtime.sequencer import GAP, LaneState, Sequencer, Turn
 from runtime.services import Services, patiently
 from runtime.settling import Settling
+from runtime.snapshots import Snapshots
+from runtime.snapshotting import Snapshotting
 
 log = logging.getLogger(__name__)
 
@@ -34,11 +37,19 @@ pass, and slow publishing is absorbed."""
 class Pipeline:
     """See the module. `run` goes on until it is cancelled or the group dies."""
 
-    def __init__(self, services: Services, group: MegatronGroup) -> None:
+    def __init__(
+        self, services: Services, group: MegatronGroup, kept: Snapshots, bits: dict[str, str]
+    ) -> None:
+        """`bits`: what they depend on here and now, see `runtime.fingerprint`."""
         self._s = services
+        self._group = group
+        self._snapshots = kept
+        self._fingerprint = bits
+        self._snapshotting = Snapshotting(services, group, kept)
+        self._ranks_answered = 0.0
         self._hand_over = HandOver(services.settings, group)
         self._sequencer = Sequencer()
-        self._settling: Settling
+        self._settling = Settling(services)
         self._accepted: dict[str, dict[int | None, float]] = {}
         """Per model: when each operation that waits was read."""
         self._last_accepted: dict[str, float] = {}
@@ -47,23 +58,19 @@ class Pipeline:
         self._slots = asyncio.Semaphore(DEPTH)
         self._replay_to = 0
         self.position = 0
-        """Of the last entry read."""
+        """Of the last entry that the sequencer has, or has no use for."""
         self.end_of_log = 0
         """As last asked, once a second."""
         self.caught_up = asyncio.Event()
         """Set once everything that was on the log at the start has its result."""
 
     async def run(self) -> None:
-        """Raises GroupDied when a rank is lost."""
+        """Raises GroupDied when a rank is lost, FingerprintDiffers where snapshots do not fit this machine."""
         self._replay_to = await self._s.log.last_position()
-        known = await self._s.ledger.load()
-        self._settling = Settling(self._s, known)
-        rows = await self._s.tables.models.all()
-        done_with = {str(model_id) for model_id, row in rows.items() if row.status == "unloaded"}
-        settled = {key for key in known if key[0] in done_with}
+        done_with = await self._resume()
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._read(settled))
+                tasks.create_task(self._read(done_with))
                 tasks.create_task(self._watch_gaps())
                 tasks.create_task(self._report_replay())
                 tasks.create_task(self._watch_end())
@@ -81,18 +88,67 @@ class Pipeline:
                 found.setdefault(job.entry.model_id, []).append(job.accepted)
         return found
 
-    async def _read(self, settled: set[tuple[str, int | None]]) -> None:
-        """`settled`: operations of models that ended before this life; their state is not needed any more."""
+    async def _resume(self) -> set[str]:
+        """Every model that has a snapshot, from its newest; the models that have ended."""
+        done_with = set()
+        for key, row in (await self._s.tables.models.all()).items():
+            model_id = str(key)
+            if row.status == "unloaded":
+                done_with.add(model_id)
+            elif row.status == "live":
+                await self._resume_model(model_id, row)
+        return done_with
+
+    async def _resume_model(self, model_id: str, row: ModelRow) -> None:
+        for found in await asyncio.to_thread(self._snapshots.of, model_id):
+            manifest = found.manifest
+            for word in fingerprint.compare(
+                manifest.fingerprint,
+                self._fingerprint,
+                accept_new_bits=self._s.settings.recovery.accept_new_bits,
+            ):
+                log.warning("model %s goes on with other bits: %s", model_id, word)
+            try:
+                await self._group.restore(model_id, manifest.config, found.folder)
+            except PassFailed as error:
+                log.warning("snapshot %s cannot be used: %s", found.folder, error)
+                continue
+            self._sequencer.resume(model_id, manifest.lane)
+            self._hand_over.resume(model_id, manifest.config)
+            self._hand_over.lost.resume(model_id, manifest.window)
+            self._s.recorder.begin(model=model_id)
+            return
+        if row.trimmed_below:
+            because = "none of its snapshots can be read, and the log begins after its creation"
+            log.error("model %s is lost: %s", model_id, because)
+            self._sequencer.resume(model_id, LaneState(next_seq=row.trimmed_below))
+            self._hand_over.give_up(model_id, because)
+
+    async def _read(self, done_with: set[str]) -> None:
+        """`done_with`: models that ended before this life; what they had done is not needed any more."""
         async for entry in self._s.log.read(1):
             assert entry.position is not None
-            self.position = entry.position
             self._s.recorder.inc("tinkerbus_bus_consumed_messages_total", stream="ops")
-            if (entry.model_id, entry.seq_id) not in settled:
+            if await self._is_news(entry, done_with):
                 now = time.monotonic()
                 self._accepted.setdefault(entry.model_id, {})[entry.seq_id] = now
                 self._last_accepted[entry.model_id] = now
                 self._sequencer.offer(entry)
+            self.position = entry.position
             self._wake.set()
+
+    async def _is_news(self, entry: LogEntry, done_with: set[str]) -> bool:
+        """Whether the ranks' state needs it, or its sender an answer."""
+        assert entry.position is not None
+        if self._sequencer.taken(entry.model_id, entry.seq_id):
+            return False
+        if entry.position > self._replay_to:
+            return True
+        row = await patiently(lambda: self._s.ledger.find(entry.model_id, entry.seq_id))
+        if row is None:
+            return True
+        self._settling.replays(entry, row)
+        return entry.model_id not in done_with
 
     async def _take_turns(self, tasks: asyncio.TaskGroup) -> None:
         while True:
@@ -107,6 +163,23 @@ class Pipeline:
             job = await self._begin(turn)
             self._running[job.entry.request_id] = job
             tasks.create_task(self._complete(job))
+            self._snapshot_when_due(tasks)
+
+    def _snapshot_when_due(self, tasks: asyncio.TaskGroup) -> None:
+        """Between two turns: what the ranks have been given is then what the sequencer has given out."""
+        model_id = self._snapshotting.due()
+        if model_id is None or (config := self._hand_over.config(model_id)) is None:
+            return
+        self._hand_over.flush()
+        manifest = snapshots.manifest(
+            model_id,
+            config,
+            self._sequencer.state(model_id, self.position),
+            self._hand_over.lost.state(model_id),
+            self._fingerprint,
+        )
+        under_way = [job for job in self._running.values() if job.entry.model_id == model_id]
+        tasks.create_task(_awaited(self._snapshotting.take(manifest, under_way)))
 
     async def _begin(self, turn: Turn) -> Job:
         entry, now = turn.entry, time.monotonic()
@@ -134,17 +207,28 @@ class Pipeline:
             if job.entry.seq_id is None:
                 self._accepted.pop(job.entry.model_id, None)
                 self._last_accepted.pop(job.entry.model_id, None)
+            self._spent(job)
             await self._settling.settle(job, job.outcome)
+            job.settled.set()
+            if isinstance(job.outcome, ModelUnloaded):
+                await asyncio.to_thread(self._snapshotting.forget, job.entry.model_id)
         finally:
             del self._running[job.entry.request_id]
             self._slots.release()
             self._wake.set()
 
+    def _spent(self, job: Job) -> None:
+        """Count the ranks' time for an operation that they have just answered."""
+        now = time.monotonic()
+        if job.ranks is not None and self._hand_over.config(job.entry.model_id) is not None:
+            self._snapshotting.spent(job.entry.model_id, now - max(job.started, self._ranks_answered))
+        self._ranks_answered = now
+
     async def _note_failure(self, job: Job) -> None:
         """A gradient is missing from the window: the step behind it has to know."""
         if job.loses_gradient and job.entry.seq_id is not None:
-            horizon = await self._settling.horizon(job)
-            self._hand_over.lost.add(job.entry.model_id, job.entry.seq_id, horizon)
+            job.horizon = await self._settling.horizon(job)
+            self._hand_over.lost.add(job.entry.model_id, job.entry.seq_id, job.horizon)
 
     async def _watch_gaps(self) -> None:
         """Give up on numbers that do not come, by writing so onto the log in their place."""
@@ -188,3 +272,7 @@ class Pipeline:
                     "replayed the log to position %d in %.1f s", self._replay_to, time.monotonic() - started
                 )
                 return
+
+
+async def _awaited(task: asyncio.Task[None]) -> None:
+    await task

@@ -44,6 +44,17 @@ class _Lane:
         return self.next_seq in self.waiting or self.end is not None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneState:
+    """What a snapshot keeps of one model's lane; what waits in it comes off the log again."""
+
+    next_seq: int
+    lost: int | None = None
+    lost_before: int = 0
+    log_from: int = 1
+    """No entry that has yet to have its turn stands before this position of the log."""
+
+
 class Sequencer:
     """Entries of one group's log, put into order per model."""
 
@@ -91,6 +102,28 @@ class Sequencer:
         entry, lane.end, lane.ended = lane.end, None, True
         assert entry is not None
         return Turn(entry)
+
+    def state(self, model_id: str, read_to: int) -> LaneState:
+        """Of a model that has had a turn, with the log read up to position `read_to`."""
+        lane = self._lanes[model_id]
+        ahead = [_position(entry) for entry in lane.waiting.values()]
+        if lane.end is not None:
+            ahead.append(_position(lane.end))
+        return LaneState(
+            next_seq=lane.next_seq,
+            lost=lane.lost,
+            lost_before=lane.lost_before,
+            log_from=min(ahead, default=read_to + 1),
+        )
+
+    def resume(self, model_id: str, state: LaneState) -> None:
+        """Go on where a snapshot was taken. Before any entry of the model is offered."""
+        self._lanes[model_id] = _Lane(next_seq=state.next_seq, lost=state.lost, lost_before=state.lost_before)
+
+    def taken(self, model_id: str, seq_id: int | None) -> bool:
+        """Whether the number has had its turn, in this life or before the snapshot."""
+        lane = self._lanes.get(model_id)
+        return lane is not None and seq_id is not None and seq_id < lane.next_seq
 
     def ended(self, model_id: str) -> bool:
         """Whether the model's `unload_model` has had its turn."""

@@ -205,6 +205,8 @@ async def _until_ready(nats_url: str, credentials: Credentials | None, say: Call
             status = found[0].status if found else "starting"
             if status == "ready":
                 return
+            if found and status == "refused":
+                raise StartFailed(found[0].detail or "the group refuses to start")
             word = {"starting": "loading the base model and replaying the log"}.get(status, status)
             if word != said:
                 say(word)

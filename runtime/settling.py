@@ -19,6 +19,7 @@ from bus.events import Failed, ForwardBackwardDone, ModelUnloaded, OptimStepDone
 from bus.ledger import LedgerRow
 from bus.log import LogEntry
 from bus.results import Published
+from bus.tables import ModelRow
 from observability.training import record_forward_backward, record_optim_step
 from runtime import outcomes
 from runtime.job import Job
@@ -30,10 +31,13 @@ log = logging.getLogger(__name__)
 class Settling:
     """The writing half of one group's life."""
 
-    def __init__(self, services: Services, known: dict[tuple[str, int | None], LedgerRow]) -> None:
-        """`known`: the ledger as it was when this life began; what stands in it is being replayed."""
+    def __init__(self, services: Services) -> None:
         self._s = services
-        self._known = known
+        self._known: dict[tuple[str, int | None], LedgerRow] = {}
+
+    def replays(self, entry: LogEntry, row: LedgerRow) -> None:
+        """The entry had its outcome before this life began."""
+        self._known[entry.model_id, entry.seq_id] = row
 
     async def horizon(self, job: Job) -> int:
         """The log's last position when this job's failure became known; the same in every replay."""
@@ -130,16 +134,10 @@ class Settling:
         await self._set_status(model_id, "live" if live else "failed")
 
     async def _set_status(self, model_id: str, status: Literal["live", "failed", "unloaded"]) -> None:
-        async def attempt() -> None:
-            while (found := await self._s.tables.models.get(model_id)) is not None:
-                row, revision = found
-                if row.status in (status, "unloaded"):
-                    return
-                changed = msgspec.structs.replace(row, status=status)
-                if await self._s.tables.models.update(model_id, changed, revision):
-                    return
+        def changed(row: ModelRow) -> ModelRow:
+            return row if row.status == "unloaded" else msgspec.structs.replace(row, status=status)
 
-        await patiently(attempt)
+        await patiently(lambda: self._s.tables.models.change(model_id, changed))
 
 
 def _answered_in(entry: LogEntry, outcome: Outcome) -> str:

@@ -15,6 +15,7 @@ from fastapi import HTTPException, Response
 from bus.errors import CodecError
 from bus.events import Op
 from bus.log import BodyConflict, LogEntry
+from bus.tables import ModelRow
 from runtime import entries
 from runtime.ingress.answers import future
 from runtime.ingress.body import number_field, text_field
@@ -24,12 +25,12 @@ from runtime.ingress.off_loop import INLINE_BYTES
 PUBLISHED = "tinkerbus_bus_published_messages_total"
 
 
-async def accept(deps: Deps, entry: LogEntry) -> Response:
-    """Append, and answer with the future. 400 where the number holds another body."""
+async def accept(deps: Deps, row: ModelRow, entry: LogEntry) -> Response:
+    """Append to the model's log, and answer with the future. 400 where the number holds another body."""
     entry = entries.fitted(deps.bus, entry)
     try:
         async with deps.large if len(entry.body) > INLINE_BYTES else contextlib.nullcontext():
-            appended = await deps.log.append(entry)
+            appended = await deps.log.append(entry, trimmed_below=row.trimmed_below)
     except BodyConflict:
         raise HTTPException(
             400,
@@ -55,12 +56,12 @@ async def accept_json(
     """
     model_id = text_field(fields, "model_id")
     seq_id = number_field(fields, "seq_id", 1)
-    await owned_model(deps, tenant, model_id)
+    row = await owned_model(deps, tenant, model_id)
     try:
         entry = entries.of_op(tenant, model_id, seq_id, read(fields))
     except CodecError as error:
         entry = entries.of_refusal(tenant, model_id, seq_id, str(error), error.field, sent, verb=verb)
-    return await accept(deps, entry)
+    return await accept(deps, row, entry)
 
 
 def refuse(error: str, field: str | None = None) -> Callable[[dict[str, Any]], NoReturn]:

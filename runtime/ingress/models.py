@@ -66,8 +66,8 @@ async def begin_model(
         created_at=time.time(),
     )
     if not await deps.tables.models.create(model_id, row):
-        await owned_model(deps, tenant, model_id)
-    return await accept(deps, entry)
+        row = await owned_model(deps, tenant, model_id)
+    return await accept(deps, row, entry)
 
 
 @router.post("/get_info")
@@ -90,8 +90,8 @@ async def get_info(request: Request, tenant: Caller, deps: Injected) -> Response
 async def unload_model(request: Request, tenant: Caller, deps: Injected) -> Response:
     """End a model once everything sent for it before has run."""
     model_id = await _model_of(request)
-    await owned_model(deps, tenant, model_id)
-    return await accept(deps, entries.of_op(tenant, model_id, None, UnloadModel()))
+    row = await owned_model(deps, tenant, model_id)
+    return await accept(deps, row, entries.of_op(tenant, model_id, None, UnloadModel()))
 
 
 async def _model_of(request: Request) -> str:

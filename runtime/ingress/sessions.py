@@ -72,4 +72,4 @@ async def finish(session_id: str, tenant: Caller, deps: Injected) -> Response:
 async def _unload_models(deps: Deps, tenant: str, session_id: str) -> None:
     for model_id, row in (await deps.tables.models.all()).items():
         if row.session_id == session_id and row.status in ("creating", "live"):
-            await accept(deps, entries.of_op(tenant, str(model_id), None, UnloadModel()))
+            await accept(deps, row, entries.of_op(tenant, str(model_id), None, UnloadModel()))

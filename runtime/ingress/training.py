@@ -38,8 +38,8 @@ async def forward_backward(request: Request, tenant: Caller, deps: Injected) -> 
         entry = await off_loop(len(body), _entry, tenant, body)
     except CodecError as error:
         raise HTTPException(400, str(error)) from error
-    await owned_model(deps, tenant, entry.model_id)
-    return await accept(deps, entry)
+    row = await owned_model(deps, tenant, entry.model_id)
+    return await accept(deps, row, entry)
 
 
 @router.post("/optim_step")

@@ -11,6 +11,7 @@ from bus.connection import BrokerUnreachable, Bus, MessageTooLarge
 from bus.embedded import EmbeddedBroker
 from bus.errors import NewerFormat
 from bus.events import AdamParams, OptimStep, UnloadModel
+from bus.ledger import Ledger
 from bus.log import Appended, BodyConflict, LogEntry, LogFull, OpsLog
 from bus.streams import ensure_streams
 from tests.bus.proxy import Proxy
@@ -241,3 +242,21 @@ async def test_a_reader_on_a_closed_connection_says_so(ops: OpsLog, bus: Bus) ->
     await bus.close()
     with pytest.raises(BrokerUnreachable):
         await reading
+
+
+async def test_what_was_trimmed_is_known_by_the_ledger_and_not_stored_again(bus: Bus) -> None:
+    ledger = await Ledger.open(bus, "default")
+    ops = OpsLog(bus, "default", ledger)
+    entries = [step(seq_id) for seq_id in range(4)]
+    for one in entries:
+        position = (await ops.append(one)).position
+        await ledger.record(one.model_id, one.seq_id, one.body_hash, "done", position)
+    await ops.append(step(0, model_id="other"))
+    await ops.trim("run:train:0", 3)
+    assert await ops.get("run:train:0", 1) is None
+    assert [entry.seq_id for entry in await take(ops, 3)] == [2, 3, 0]
+    assert await ops.append(entries[1], trimmed_below=2) == Appended(2, duplicate=True)
+    with pytest.raises(BodyConflict, match="run:train:0#1"):
+        await ops.append(step(1, learning_rate=5.0), trimmed_below=2)
+    # Below the mark and not in the ledger: a number that never came, as one behind a gap.
+    assert not (await ops.append(step(1, model_id="third"), trimmed_below=2)).duplicate

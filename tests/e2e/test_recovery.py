@@ -1,15 +1,19 @@
-"""Kill everything between a `forward_backward` and its `optim_step`; start again on the same data."""
+"""Kill everything inside a window; start again on the same data, from the log alone and from snapshots."""
 
 from __future__ import annotations
 
 import json
+import re
 import threading
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import pytest
 import torch
 from tinker import types
 
+from bus.subjects import escape
 from tests.support import dumps, sdk
 from tests.support.requests import datums
 from tests.support.service import Service, free_port, left_over
@@ -67,3 +71,73 @@ def test_a_killed_service_goes_on_with_the_same_bits_and_the_client_does_not_not
         assert left_over(tree) == []
     finally:
         service.stop()
+
+
+@pytest.mark.timeout(600)
+def test_a_service_goes_on_from_snapshots_with_the_same_bits_and_knows_what_was_trimmed(
+    tmp_path: Path,
+) -> None:
+    config, dump = tmp_path / "tinkerbus.toml", tmp_path / "dumps"
+    config.write_text(
+        f"[debug]\ndump_gradients = {json.dumps(str(dump))}\n"
+        "[layout]\ndp = 2\ndistributed_optimizer = true\n"
+        "[recovery]\nreplay_budget_s = 0.3\n"
+    )
+    service = Service(tmp_path / "data", ("--config", str(config)), port=free_port()).start()
+    try:
+        clients = {name: sdk.training_client(service) for name in ("undisturbed", "killed")}
+        names = {name: sdk.model_id(client) for name, client in clients.items()}
+        for step in range(8):
+            for client in clients.values():
+                client.forward_backward(batch(2 * step), "cross_entropy")
+                client.forward_backward(batch(2 * step + 1), "cross_entropy")
+                client.optim_step(ADAM).result(timeout=sdk.WAIT_S)
+        for client in clients.values():
+            client.forward_backward(batch(50), "cross_entropy").result(timeout=sdk.WAIT_S)
+        undisturbed, killed = clients["undisturbed"], clients["killed"]
+        undisturbed.forward_backward(batch(51), "cross_entropy")
+        undisturbed.optim_step(ADAM).result(timeout=sdk.WAIT_S)
+        for model_id in names.values():
+            kept = list((service.data / "snapshots" / "main" / escape(model_id)).iterdir())
+            assert len([place for place in kept if not place.name.startswith("aside-")]) >= 2
+        service.kill_tree()
+
+        service.start()
+        assert replayed(service) < len(clients) * 8 * 3
+        # What was sent long ago is known, though the log has it no more.
+        assert resend(service, names["killed"], 3, 1e-3) == (200, f"{names['killed']}#3")
+        status, error = resend(service, names["killed"], 3, 2e-3)
+        assert status == 400
+        assert "seq_id 3" in error
+        killed.forward_backward(batch(51), "cross_entropy")
+        last = killed.optim_step(ADAM).result(timeout=sdk.WAIT_S)
+        assert last.metrics["step"] == 9
+        assert last.metrics["window_calls"] == 2
+        for kind, tensors in dumps.read(dump, names["undisturbed"], 8).items():
+            for name, tensor in tensors.items():
+                assert torch.equal(tensor, dumps.read(dump, names["killed"], 8)[kind][name]), (kind, name)
+    finally:
+        service.stop()
+
+
+def replayed(service: Service) -> int:
+    with urllib.request.urlopen(service.metrics, timeout=10) as answer:
+        page = answer.read().decode()
+    found = re.findall(r"^tinkerbus_replayed_operations_total{.*} (\S+)$", page, re.MULTILINE)
+    return int(sum(map(float, found)))
+
+
+def resend(service: Service, model_id: str, seq_id: int, learning_rate: float) -> tuple[int, str]:
+    """An optimizer step by hand: the status, and the request id or the error."""
+    adam = ADAM.model_copy(update={"learning_rate": learning_rate}).model_dump(exclude_none=True)
+    body = {"model_id": model_id, "seq_id": seq_id, "type": "optim_step", "adam_params": adam}
+    request = urllib.request.Request(
+        f"{service.http}/api/v1/optim_step",
+        json.dumps(body).encode(),
+        {"content-type": "application/json", "x-api-key": service.api_key},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return response.status, json.loads(response.read())["request_id"]
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())["detail"]

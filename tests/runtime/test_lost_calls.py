@@ -51,3 +51,16 @@ def test_a_model_that_ended_is_forgotten() -> None:
     lost.add("m", 1, horizon=10)
     lost.forget("m")
     assert lost.settle("m", 2, position=3) == RUNS
+
+
+def test_a_window_resumed_from_a_snapshot_judges_its_step_as_the_first_would_have() -> None:
+    lost = LostCalls()
+    lost.settle("m", 2, position=3)
+    lost.add("m", 4, horizon=10)
+    kept = lost.state("m")
+    lost.add("m", 5, horizon=12)  # after the snapshot, which is a copy
+    resumed = LostCalls()
+    resumed.resume("m", kept)
+    resumed.add("m", 1, horizon=20)  # of a window that was over
+    assert resumed.settle("m", 6, position=10) == Verdict(4, frozenset())
+    assert LostCalls().state("other").horizons == {}

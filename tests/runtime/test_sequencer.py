@@ -106,3 +106,49 @@ def test_unload_comes_after_everything_logged_before_it() -> None:
 def test_what_is_held_by_a_gap_when_the_model_ends_fails_first() -> None:
     sequencer = offered(entry("m", 0, 1), entry("m", 2, 2), entry("m", 3, 3), entry("m", None, 4))
     assert drained(sequencer) == [("m", 0, None), ("m", 2, 1), ("m", 3, 1), ("m", None, None)]
+
+
+@given(st.data())
+def test_a_sequencer_resumed_from_a_snapshot_gives_the_turns_that_were_left(data: st.DataObject) -> None:
+    count = 12
+    arrival = data.draw(st.permutations(range(count)))
+    missing = data.draw(st.sets(st.sampled_from(range(count)), max_size=2))
+    ends = data.draw(st.booleans())
+    log = [
+        entry("m", seq_id, position, verb=GAP if seq_id in missing else "forward_backward")
+        for position, seq_id in enumerate(arrival, 1)
+    ]
+    if ends:
+        log.append(entry("m", None, count + 1))
+    read = data.draw(st.integers(1, len(log)))
+    first = offered(*log[:read])
+    left = data.draw(st.integers(0, count))
+    begun = []
+    while len(begun) < left and (turn := first.next_turn()) is not None:
+        begun.append((turn.entry.model_id, turn.entry.seq_id, turn.lost))
+    if first.ended("m"):
+        return  # nobody takes a snapshot of a model that has ended
+    state = first.state("m", read)
+    for later in log[read:]:
+        first.offer(later)
+
+    second = Sequencer()
+    second.resume("m", state)
+    for again in log:
+        if again.position is not None and again.position >= state.log_from:
+            second.offer(again)
+    assert drained(second) == drained(first)
+
+
+def test_a_number_that_had_its_turn_is_taken_also_after_a_snapshot() -> None:
+    sequencer = offered(entry("m", 0, 1), entry("m", 1, 2))
+    assert not sequencer.taken("m", 0)
+    sequencer.next_turn()
+    assert sequencer.taken("m", 0)
+    assert not sequencer.taken("m", 1)
+    resumed = Sequencer()
+    resumed.resume("m", sequencer.state("m", 2))
+    assert resumed.taken("m", 0)
+    assert not resumed.taken("m", 1)
+    assert not resumed.taken("m", None)
+    assert not resumed.taken("other", 0)

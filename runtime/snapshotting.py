@@ -1,0 +1,128 @@
+"""When a model's snapshot is taken, and the way from the ranks' memory to a trimmed log.
+
+A recovery repeats what the ranks did since the newest snapshots. When that would be more than the budget, the model
+with most to repeat is next; one snapshot is under way at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from actors.group import GroupDied, MegatronGroup
+from bus.events import Failed
+from bus.tables import ModelRow
+from runtime.job import Job
+from runtime.services import Services, patiently
+from runtime.snapshots import KEPT, Manifest, Snapshots, with_failures
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 0.1
+
+
+class Snapshotting:
+    """Of one life of a group."""
+
+    def __init__(self, services: Services, group: MegatronGroup, snapshots: Snapshots) -> None:
+        self._s = services
+        self._group = group
+        self._snapshots = snapshots
+        self._to_repeat: dict[str, float] = {}
+        """Per model, seconds of work on the ranks since its newest snapshot."""
+        self._under_way = False
+
+    def spent(self, model_id: str, seconds: float) -> None:
+        """The ranks worked on the model for so long."""
+        self._to_repeat[model_id] = self._to_repeat.get(model_id, 0.0) + seconds
+
+    def forget(self, model_id: str) -> None:
+        """The model has ended. Blocks."""
+        self._to_repeat.pop(model_id, None)
+        self._snapshots.forget(model_id)
+
+    def due(self) -> str | None:
+        """The model whose snapshot is to be taken now."""
+        if self._under_way or sum(self._to_repeat.values()) <= self._s.settings.recovery.replay_budget_s:
+            return None
+        return max(self._to_repeat, key=self._to_repeat.__getitem__)
+
+    def take(self, manifest: Manifest, under_way: Sequence[Job]) -> asyncio.Task[None]:
+        """Hand the copying to the ranks at once; the task is over when the snapshot is there, or has failed.
+
+        `under_way`: the model's operations without a result yet; the snapshot holds what they did, so it must not be
+        there before their results are.
+        """
+        self._under_way = True
+        self._to_repeat.pop(manifest.model_id, None)
+        try:
+            aside = self._snapshots.begin(manifest.model_id)
+        except OSError as error:
+            return asyncio.ensure_future(self._failed(manifest.model_id, None, error))
+        copying = self._group.snapshot(manifest.model_id, aside)
+        return asyncio.ensure_future(self._finish(manifest, aside, copying, list(under_way)))
+
+    async def _finish(
+        self, manifest: Manifest, aside: Path, copying: asyncio.Task[None], under_way: list[Job]
+    ) -> None:
+        try:
+            await copying
+            await self._written(aside)
+            for job in under_way:
+                await job.settled.wait()
+            whole = with_failures(manifest, _failures(under_way))
+            await asyncio.to_thread(self._snapshots.commit, aside, whole)
+        except GroupDied:
+            raise
+        except Exception as error:
+            await self._failed(manifest.model_id, aside, error)
+            return
+        self._s.recorder.inc("tinkerbus_snapshots_total")
+        await self._trim(manifest.model_id)
+        self._under_way = False
+
+    async def _written(self, aside: Path) -> None:
+        """Raises OSError where a rank could not write its part."""
+        while True:
+            outcome = await self._group.snapshot_written(aside)
+            if outcome is not None:
+                break
+            await asyncio.sleep(LOOK_EVERY_S)
+        if outcome:
+            raise OSError(outcome)
+
+    async def _failed(self, model_id: str, aside: Path | None, error: Exception) -> None:
+        """The state stays where it is, in memory and on the log; the next try comes with the next budget."""
+        log.error("the snapshot of model %s failed: %s", model_id, error)
+        self._s.recorder.inc("tinkerbus_snapshots_failed_total")
+        if aside is not None:
+            await asyncio.to_thread(self._snapshots.abandon, aside)
+        self._under_way = False
+
+    async def _trim(self, model_id: str) -> None:
+        """Drop from the log what not even the older of the snapshots needs."""
+        kept = await asyncio.to_thread(self._snapshots.of, model_id)
+        if len(kept) < KEPT:
+            return
+        lane = kept[-1].manifest.lane
+
+        def changed(row: ModelRow) -> ModelRow:
+            return msgspec.structs.replace(row, trimmed_below=max(lane.next_seq, row.trimmed_below))
+
+        # First the row, which sends senders of old numbers to the ledger.
+        await patiently(lambda: self._s.tables.models.change(model_id, changed))
+        await patiently(lambda: self._s.log.trim(model_id, lane.log_from))
+
+
+def _failures(jobs: list[Job]) -> dict[int, int]:
+    """Of those that failed and took a gradient with them: number, and the log's end when it was known."""
+    found = {}
+    for job in jobs:
+        if isinstance(job.outcome, Failed) and job.loses_gradient and job.entry.seq_id is not None:
+            assert job.horizon is not None, "a failure's horizon is known before its result is"
+            found[job.entry.seq_id] = job.horizon
+    return found
