@@ -20,6 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors import device
 from actors.engine import EngineConfig, StepOutput
+from actors.liveness import Liveness
 from actors.loss_pass import MicrobatchOutput
 from actors.models.spec import ModelSpec
 from actors.packing import PackedRequest
@@ -47,6 +48,8 @@ class GroupConfig:
 
     engine: EngineConfig
     threads_per_rank: int = 1
+    heartbeat_timeout_s: float = 10.0
+    """A rank that gives no sign of life for so long is killed, and the others with it."""
     gpus: bool = False
 
 
@@ -94,6 +97,8 @@ class MegatronGroup:
         self._config = config
         self._ranks: list[Any] = []
         self._placement: Any = None
+        self._liveness: Liveness | None = None
+        self._watch: asyncio.Task[None] | None = None
         self.spec: ModelSpec
 
     @classmethod
@@ -126,9 +131,17 @@ class MegatronGroup:
             ).remote(self._config.engine, index, size, threads)
             for index in range(size)
         ]
+        self._liveness = ear = await Liveness.open(LOOPBACK, size)
         port = await _awaited(self._ranks[0].host_store.remote(LOOPBACK))
-        specs = await self._gather([rank.join.remote(LOOPBACK, port) for rank in self._ranks])
+        specs = await self._gather([rank.join.remote(LOOPBACK, port, ear.address) for rank in self._ranks])
         self.spec = specs[0]
+        self._watch = asyncio.create_task(ear.watch(self._config.heartbeat_timeout_s, self._lost))
+
+    def _lost(self, because: str) -> None:
+        """What runs on the ranks fails with GroupDied once they are gone."""
+        log.warning("%s; killing the group", because)
+        assert self._liveness is not None
+        self._liveness.kill()
 
     async def process_ids(self) -> list[int]:
         """Of every rank, in rank order."""
@@ -191,6 +204,12 @@ class MegatronGroup:
 
     def close(self) -> None:
         """Kill the ranks and free their places. Safe to call twice."""
+        if self._watch is not None:
+            self._watch.cancel()
+        if self._liveness is not None:
+            self._liveness.kill()
+            self._liveness.close()
+            self._liveness = None
         for rank in self._ranks:
             ray.kill(rank)
         self._ranks = []

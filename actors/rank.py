@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from actors import engine
+from actors import engine, liveness
 from actors.engine import EngineConfig
+from actors.liveness import Address
 from actors.models.spec import ModelSpec
 
 STORE_TIMEOUT = datetime.timedelta(minutes=5)
@@ -42,8 +43,9 @@ class Rank:
         port: int = self._store.port
         return port
 
-    def join(self, host: str, port: int) -> ModelSpec:
-        """Meet the other ranks and load the base model. Returns what was loaded."""
+    def join(self, host: str, port: int, ear: Address) -> ModelSpec:
+        """Meet the other ranks and load the base model, sending heartbeats to `ear`. Returns what was loaded."""
+        liveness.beat(ear, self._rank)
         if self._store is None:
             self._store = TCPStore(host, port, self._world_size, is_master=False, timeout=STORE_TIMEOUT)
         self._engine = self._stack.enter_context(engine.opened(self._config, self._rank, self._store))

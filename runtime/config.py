@@ -168,6 +168,8 @@ class Recovery(Section, frozen=True):
 
     replay_budget_s: Seconds = 60.0
     """Work on the ranks, in seconds, that a recovery may have to repeat; a snapshot is taken when it would be more."""
+    heartbeat_timeout_s: Seconds = 10.0
+    """A rank that gives no sign of life for so long counts as dead; its group is killed and built anew."""
     accept_new_bits: bool = False
     """Go on from snapshots that another torch, processor, packing or model made: the bits will differ from then on."""
 

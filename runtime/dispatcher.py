@@ -44,6 +44,7 @@ def group_config(settings: Settings, folder: Path, *, gpus: bool) -> GroupConfig
             away=Path(settings.data).resolve() / "away",
         ),
         threads_per_rank=settings.layout.threads(),
+        heartbeat_timeout_s=settings.recovery.heartbeat_timeout_s,
         gpus=gpus,
     )
 
