@@ -22,6 +22,8 @@ class LedgerRow(msgspec.Struct, frozen=True, kw_only=True):
     """Where the operation stands, or stood, in the log."""
     horizon: int | None = None
     """Of a failure: the log's last position when it was published; see `runtime.lost_calls`."""
+    given_up: int = 0
+    """How often it took the ranks down before it was given up; it never runs again. 0 for all others."""
 
 
 class Ledger:
@@ -43,8 +45,11 @@ class Ledger:
         outcome: Literal["done", "failed"],
         position: int,
         horizon: int | None = None,
+        given_up: int = 0,
     ) -> None:
-        row = LedgerRow(body_hash=body_hash, outcome=outcome, position=position, horizon=horizon)
+        row = LedgerRow(
+            body_hash=body_hash, outcome=outcome, position=position, horizon=horizon, given_up=given_up
+        )
         await self._table.put(self._key(model_id, seq_id), row)
 
     async def find(self, model_id: str, seq_id: int | None) -> LedgerRow | None:

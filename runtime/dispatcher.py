@@ -16,6 +16,7 @@ import msgspec
 from actors.engine import EngineConfig
 from actors.group import GroupConfig, GroupDied, MegatronGroup
 from actors.models.families import spec_of
+from bus.log import LogEntry
 from bus.tables import GroupRow
 from runtime import base_model, fingerprint
 from runtime.config import Settings
@@ -23,6 +24,7 @@ from runtime.fingerprint import FingerprintDiffers
 from runtime.hand_over import packing
 from runtime.pipeline import Pipeline
 from runtime.services import Services, patiently
+from runtime.settling import give_up
 from runtime.snapshots import Snapshots
 
 log = logging.getLogger(__name__)
@@ -75,11 +77,18 @@ class Dispatcher:
     async def run(self) -> None:
         """Live after live of the group."""
         await self._say("starting")
+        tries: dict[str, int] = {}
+        died_before = False
         while True:
             group = await MegatronGroup.start(self._config)
+            kept = await asyncio.to_thread(Snapshots, self._snapshots)
+            pipeline = Pipeline(self._s, group, kept, self._fingerprint, cautious=died_before)
             try:
-                await self._live(group)
+                await self._live(pipeline)
             except GroupDied as died:
+                died_before = True
+                if pipeline.cautious and pipeline.suspect is not None:
+                    await self._blame(pipeline.suspect, tries)
                 log.warning("%s; building the group anew and replaying the log", died)
                 self._s.recorder.inc("tinkerbus_recoveries_total")
                 self._s.recorder.set("tinkerbus_ranks_alive", 0)
@@ -91,10 +100,17 @@ class Dispatcher:
             finally:
                 group.close()
 
-    async def _live(self, group: MegatronGroup) -> None:
+    async def _blame(self, entry: LogEntry, tries: dict[str, int]) -> None:
+        """The ranks died while the operation ran alone: after some times, it is given up and the model goes on."""
+        name = entry.request_id
+        tries[name] = tries.get(name, 0) + 1
+        if tries[name] >= self._s.settings.recovery.tries:
+            log.error("giving up %s, which took the ranks down %d times", name, tries[name])
+            await give_up(self._s, entry, tries[name])
+
+    async def _live(self, pipeline: Pipeline) -> None:
         self._s.recorder.set("tinkerbus_ranks_alive", self._config.engine.layout.world_size)
-        kept = await asyncio.to_thread(Snapshots, self._snapshots)
-        self._pipeline = pipeline = Pipeline(self._s, group, kept, self._fingerprint)
+        self._pipeline = pipeline
         ready = asyncio.create_task(self._say_when_ready(pipeline))
         try:
             await pipeline.run()

@@ -75,8 +75,11 @@ class HandOver:
         """Hand to the ranks whatever had its turn."""
         self._passes.flush()
 
-    async def begin(self, job: Job, turn: Turn) -> None:
-        """Set the job's outcome, or hand it to the ranks. Never raises for what a user sent."""
+    async def begin(self, job: Job, turn: Turn, given_up: int = 0) -> None:
+        """Set the job's outcome, or hand it to the ranks. Never raises for what a user sent.
+
+        `given_up`: how often it took the ranks down; if at all, it does not go there again.
+        """
         entry = turn.entry
         job.loses_gradient = entry.verb == "forward_backward"
         try:
@@ -86,6 +89,8 @@ class HandOver:
                 job.outcome = outcomes.unloaded(entry.model_id)
             elif entry.model_id in self._not_created and entry.seq_id is not None:
                 job.outcome = outcomes.not_created(entry.model_id, self._not_created[entry.model_id])
+            elif given_up:
+                self._give_up(job, await _beside(entry, entry.op), given_up)
             else:
                 await self._hand_over(job, await _beside(entry, entry.op))
         except CodecError as error:
@@ -122,6 +127,23 @@ class HandOver:
                 job.verb = "refused"
                 job.loses_gradient = op.verb in (None, GAP, "forward_backward")
                 job.outcome = Failed(error=op.error, category="user", field=op.field)
+
+    def _give_up(self, job: Job, op: Op, tries: int) -> None:
+        """What it would have changed stays, except that a step ends its window all the same."""
+        model_id = job.entry.model_id
+        job.outcome = outcomes.given_up(tries)
+        match op:
+            case ForwardBackward():
+                job.loses_gradient = not op.forward_only
+                job.verb = "forward" if op.forward_only else "forward_backward"
+            case OptimStep():
+                assert job.entry.position is not None
+                self.lost.settle(model_id, _number(job.entry), job.entry.position)
+                self._run(job, self._passes.group().clear_window(model_id))
+            case UnloadModel():
+                self._live.pop(model_id, None)
+                self._ended.add(model_id)
+                self.lost.forget(model_id)
 
     def _run(self, job: Job, operation: asyncio.Task[Any]) -> None:
         self._passes.track(operation)

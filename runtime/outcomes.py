@@ -80,6 +80,14 @@ def failed_on_ranks(error: BaseException) -> Failed:
     return Failed(error=f"the operation failed on the ranks and changed nothing: {error}", category="server")
 
 
+def given_up(tries: int) -> Failed:
+    return Failed(
+        error=f"the operation took the ranks down {tries} times while it ran alone, and was given up; "
+        "it changed nothing",
+        category="server",
+    )
+
+
 def too_large(error: str) -> Failed:
     return Failed(
         error=f"the operation took effect, but its result cannot be delivered: {error}", category="user"

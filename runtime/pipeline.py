@@ -38,9 +38,17 @@ class Pipeline:
     """See the module. `run` goes on until it is cancelled or the group dies."""
 
     def __init__(
-        self, services: Services, group: MegatronGroup, kept: Snapshots, bits: dict[str, str]
+        self,
+        services: Services,
+        group: MegatronGroup,
+        kept: Snapshots,
+        bits: dict[str, str],
+        *,
+        cautious: bool = False,
     ) -> None:
-        """`bits`: what they depend on here and now, see `runtime.fingerprint`."""
+        """`bits`: what they depend on here and now, see `runtime.fingerprint`. `cautious`: replay operations one by
+        one, so that it is known which of them takes the ranks down.
+        """
         self._s = services
         self._group = group
         self._snapshots = kept
@@ -55,7 +63,11 @@ class Pipeline:
         self._last_accepted: dict[str, float] = {}
         self._running: dict[str, Job] = {}
         self._wake = asyncio.Event()
-        self._slots = asyncio.Semaphore(DEPTH)
+        self._slots = asyncio.Semaphore(1 if cautious else DEPTH)
+        self.cautious = cautious
+        """Operations run one by one for now."""
+        self.suspect: LogEntry | None = None
+        """What the ranks were at, or were to do next, when one died."""
         self._replay_to = 0
         self.position = 0
         """Of the last entry that the sequencer has, or has no use for."""
@@ -156,7 +168,7 @@ class Pipeline:
             turn = self._sequencer.next_turn()
             if turn is None:
                 if self.position >= self._replay_to and not self._running:
-                    self.caught_up.set()
+                    self._all_is_replayed()
                 await self._wake.wait()
                 continue
             await self._slots.acquire()
@@ -181,12 +193,19 @@ class Pipeline:
         under_way = [job for job in self._running.values() if job.entry.model_id == model_id]
         tasks.create_task(_awaited(self._snapshotting.take(manifest, under_way)))
 
+    def _all_is_replayed(self) -> None:
+        self.caught_up.set()
+        if self.cautious:
+            self.cautious = False
+            for _ in range(DEPTH - 1):
+                self._slots.release()
+
     async def _begin(self, turn: Turn) -> Job:
         entry, now = turn.entry, time.monotonic()
         accepted = self._accepted.get(entry.model_id, {}).pop(entry.seq_id, now)
         verb = "refused" if entry.verb == GAP else entry.verb
         job = Job(entry, verb, accepted, now)
-        await self._hand_over.begin(job, turn)
+        await self._hand_over.begin(job, turn, self._settling.given_up(entry))
         if isinstance(job.outcome, Failed):
             await self._note_failure(job)
         return job
@@ -203,6 +222,9 @@ class Pipeline:
                 except PassFailed as error:
                     job.outcome = outcomes.failed_on_ranks(error)
                     await self._note_failure(job)
+                except GroupDied:
+                    self.suspect = self.suspect or self._first_at_ranks()
+                    raise
             assert job.outcome is not None, "an operation has an outcome, or the ranks' answer gives one"
             if job.entry.seq_id is None:
                 self._accepted.pop(job.entry.model_id, None)
@@ -216,6 +238,14 @@ class Pipeline:
             del self._running[job.entry.request_id]
             self._slots.release()
             self._wake.set()
+
+    def _first_at_ranks(self) -> LogEntry | None:
+        """Of what was handed over and has no answer, the oldest."""
+        for job in self._running.values():
+            ranks = job.ranks
+            if ranks is not None and not (ranks.done() and ranks.exception() is None):
+                return job.entry
+        return None
 
     def _spent(self, job: Job) -> None:
         """Count the ranks' time for an operation that they have just answered."""

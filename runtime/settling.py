@@ -39,6 +39,11 @@ class Settling:
         """The entry had its outcome before this life began."""
         self._known[entry.model_id, entry.seq_id] = row
 
+    def given_up(self, entry: LogEntry) -> int:
+        """How often the entry took the ranks down, where it must not run again; else 0."""
+        row = self._known.get((entry.model_id, entry.seq_id))
+        return row.given_up if row is not None else 0
+
     async def horizon(self, job: Job) -> int:
         """The log's last position when this job's failure became known; the same in every replay."""
         entry = job.entry
@@ -56,8 +61,11 @@ class Settling:
         if entry.seq_id == 0:
             await self._begin_model(entry.model_id, live=not isinstance(outcome, Failed))
         published = await patiently(lambda: self._publish(entry, outcome))
-        if (entry.model_id, entry.seq_id) in self._known:
+        if self._had_its_result(entry):
             self._count_replay(entry, published)
+        elif self.given_up(entry):
+            if published is Published.NEW:
+                self._measure(job, outcome, ranks_done)
         else:
             if not isinstance(outcome, Failed) or not job.loses_gradient:  # else `horizon` has recorded it
                 await self._record(entry, "failed" if isinstance(outcome, Failed) else "done")
@@ -66,9 +74,15 @@ class Settling:
             self._s.recorder.remove(model=entry.model_id)
             await self._set_status(entry.model_id, "unloaded")
 
+    def _had_its_result(self, entry: LogEntry) -> bool:
+        """What is given up is written down first, and gets its result in the life that follows."""
+        return (entry.model_id, entry.seq_id) in self._known and not self.given_up(entry)
+
     async def _publish(self, entry: LogEntry, outcome: Outcome) -> Published:
-        replayed = (entry.model_id, entry.seq_id) in self._known
-        if replayed and await self._s.results.get(entry.tenant, entry.model_id, entry.seq_id) is None:
+        if (
+            self._had_its_result(entry)
+            and await self._s.results.get(entry.tenant, entry.model_id, entry.seq_id) is None
+        ):
             return Published.SAME  # it was published once, and has expired since
         result = Result(
             request_id=entry.request_id, model_id=entry.model_id, seq_id=entry.seq_id, outcome=outcome
@@ -138,6 +152,17 @@ class Settling:
             return row if row.status == "unloaded" else msgspec.structs.replace(row, status=status)
 
         await patiently(lambda: self._s.tables.models.change(model_id, changed))
+
+
+async def give_up(services: Services, entry: LogEntry, tries: int) -> None:
+    """Write down that the entry never runs again, for every life to come. Its result follows in the next one."""
+    assert entry.position is not None
+    position, horizon = entry.position, await patiently(services.log.last_position)
+    await patiently(
+        lambda: services.ledger.record(
+            entry.model_id, entry.seq_id, entry.body_hash, "failed", position, horizon, tries
+        )
+    )
 
 
 def _answered_in(entry: LogEntry, outcome: Outcome) -> str:

@@ -10,6 +10,7 @@ import functools
 import importlib.abc
 import importlib.util
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -95,6 +96,8 @@ def _engine(module: Any) -> None:
     right = module.Engine.forward_backward
 
     def forward_backward(self: Any, model_id: str, requests: Any, labels: Any = ()) -> Any:
+        if _is("poison of 13 datums") and any(len(request.lengths) == 13 for request in requests):
+            os.kill(os.getpid(), signal.SIGKILL)
         if _is("forward that adds gradient"):
             requests = [dataclasses.replace(request, forward_only=False) for request in requests]
         return right(self, model_id, requests, labels)
