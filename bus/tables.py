@@ -113,6 +113,10 @@ class Table(Generic[T]):
         """False when the row is no longer at `revision`."""
         return await self._write(key, value, revision) is not None
 
+    async def replace(self, key: Key, value: T, revision: int) -> int | None:
+        """The new revision, or None when the row is no longer at `revision`."""
+        return await self._write(key, value, revision)
+
     async def change(self, key: Key, changed: Callable[[T], T]) -> None:
         """Write `changed(row)`, whoever else writes meanwhile. Nothing happens where there is no row, or no change."""
         while (found := await self.get(key)) is not None:

@@ -170,6 +170,8 @@ class Recovery(Section, frozen=True):
     """Work on the ranks, in seconds, that a recovery may have to repeat; a snapshot is taken when it would be more."""
     tries: Count = 2
     """How often an operation that runs alone may take the ranks down before it is given up, with category server."""
+    lease_s: Seconds = 5.0
+    """A dispatcher that has not renewed its lease for so long may be replaced by another one."""
     heartbeat_timeout_s: Seconds = 10.0
     """A rank that gives no sign of life for so long counts as dead; its group is killed and built anew."""
     accept_new_bits: bool = False

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bus.connection import Bus, Credentials, connect
+from bus.lease import open_leases
 from bus.ledger import Ledger
 from bus.log import OpsLog
 from bus.results import Results
@@ -122,6 +123,7 @@ class DispatcherPart(BackgroundPart):
             tables=await self._wiring.tables(bus),
             ledger=await self._wiring.ledger(bus),
             recorder=recorder,
+            leases=await patiently(lambda: open_leases(bus), for_s=START_PATIENCE_S),
         )
         config = group_config(settings, folder, gpus=self._wiring.gpus)
         await Dispatcher(services, self._wiring.group, folder, config).run()

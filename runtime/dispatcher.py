@@ -6,7 +6,9 @@ State is snapshots and log: every life of the group begins with the newest snaps
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -16,6 +18,8 @@ import msgspec
 from actors.engine import EngineConfig
 from actors.group import GroupConfig, GroupDied, MegatronGroup
 from actors.models.families import spec_of
+from bus.errors import BrokerError
+from bus.lease import Lease
 from bus.log import LogEntry
 from bus.tables import GroupRow
 from runtime import base_model, fingerprint
@@ -62,6 +66,7 @@ class Dispatcher:
         self._snapshots = Path(settings.data).resolve() / "snapshots" / group_name
         self._fingerprint = fingerprint.fingerprint(config, packing(settings))
         self._pipeline: Pipeline | None = None
+        self._tries: dict[str, int] = {}
         spec = spec_of(folder)
         self._row = GroupRow(
             status="starting",
@@ -75,34 +80,59 @@ class Dispatcher:
         services.recorder.before_snapshot(self._gauges)
 
     async def run(self) -> None:
-        """Live after live of the group."""
-        await self._say("starting")
-        tries: dict[str, int] = {}
+        """Live after live of the group, for as long as the lease is ours. Raises LeaseLost, FingerprintDiffers."""
+        time_s, name = self._s.settings.recovery.lease_s, f"dispatcher-{os.getpid()}"
+        # The ranks take longer to start than a dead predecessor's lease to run out.
+        acquiring = asyncio.create_task(Lease.acquire(self._s.leases, self._name, name, time_s))
+        try:
+            await self._lives(acquiring)
+        finally:
+            acquiring.cancel()
+
+    async def _lives(self, acquiring: asyncio.Task[Lease]) -> None:
         died_before = False
         while True:
-            group = await MegatronGroup.start(self._config)
-            kept = await asyncio.to_thread(Snapshots, self._snapshots)
-            pipeline = Pipeline(self._s, group, kept, self._fingerprint, cautious=died_before)
+            group: MegatronGroup | None = None
+            pipeline: Pipeline | None = None
             try:
+                group = await MegatronGroup.start(self._config)
+                lease = await acquiring
+                await lease.confirm()
+                log.info("acting for group %s with epoch %d", self._name, lease.epoch)
+                await self._say("rebuilding" if died_before else "starting")
+                kept = await asyncio.to_thread(Snapshots, self._snapshots)
+                pipeline = Pipeline(self._s, lease, group, kept, self._fingerprint, cautious=died_before)
                 await self._live(pipeline)
             except GroupDied as died:
                 died_before = True
-                if pipeline.cautious and pipeline.suspect is not None:
-                    await self._blame(pipeline.suspect, tries)
                 log.warning("%s; building the group anew and replaying the log", died)
                 self._s.recorder.inc("tinkerbus_recoveries_total")
                 self._s.recorder.set("tinkerbus_ranks_alive", 0)
+                lease = await acquiring
+                await lease.confirm()
                 await self._say("rebuilding")
+                if pipeline is not None and pipeline.cautious and pipeline.suspect is not None:
+                    await self._blame(pipeline.suspect)
                 await asyncio.sleep(REBUILD_PAUSE_S)
             except FingerprintDiffers as refusal:
                 await self._say("refused", detail=str(refusal))
                 raise
+            except asyncio.CancelledError:
+                await self._release(acquiring)
+                raise
             finally:
-                group.close()
+                if group is not None:
+                    group.close()
 
-    async def _blame(self, entry: LogEntry, tries: dict[str, int]) -> None:
+    async def _release(self, acquiring: asyncio.Task[Lease]) -> None:
+        """Stopped in an orderly way: whoever comes next need not wait."""
+        if acquiring.done() and not acquiring.cancelled() and acquiring.exception() is None:
+            with contextlib.suppress(BrokerError):
+                await acquiring.result().release()
+
+    async def _blame(self, entry: LogEntry) -> None:
         """The ranks died while the operation ran alone: after some times, it is given up and the model goes on."""
-        name = entry.request_id
+        name, tries = entry.request_id, self._tries
         tries[name] = tries.get(name, 0) + 1
         if tries[name] >= self._s.settings.recovery.tries:
             log.error("giving up %s, which took the ranks down %d times", name, tries[name])

@@ -15,6 +15,7 @@ from actors.group import GroupDied, MegatronGroup
 from actors.window import PassFailed, WindowIncomplete
 from bus import codec
 from bus.events import Failed, ModelUnloaded, Refused
+from bus.lease import Lease, LeaseLost
 from bus.log import BodyConflict, LogEntry
 from bus.log import entry as log_entry
 from bus.tables import ModelRow
@@ -40,6 +41,7 @@ class Pipeline:
     def __init__(
         self,
         services: Services,
+        lease: Lease,
         group: MegatronGroup,
         kept: Snapshots,
         bits: dict[str, str],
@@ -50,14 +52,15 @@ class Pipeline:
         one, so that it is known which of them takes the ranks down.
         """
         self._s = services
+        self._lease = lease
         self._group = group
         self._snapshots = kept
         self._fingerprint = bits
-        self._snapshotting = Snapshotting(services, group, kept)
+        self._snapshotting = Snapshotting(services, lease, group, kept)
         self._ranks_answered = 0.0
         self._hand_over = HandOver(services.settings, group)
         self._sequencer = Sequencer()
-        self._settling = Settling(services)
+        self._settling = Settling(services, lease)
         self._accepted: dict[str, dict[int | None, float]] = {}
         """Per model: when each operation that waits was read."""
         self._last_accepted: dict[str, float] = {}
@@ -77,7 +80,7 @@ class Pipeline:
         """Set once everything that was on the log at the start has its result."""
 
     async def run(self) -> None:
-        """Raises GroupDied when a rank is lost, FingerprintDiffers where snapshots do not fit this machine."""
+        """Raises LeaseLost, GroupDied; FingerprintDiffers where snapshots do not fit this machine."""
         self._replay_to = await self._s.log.last_position()
         done_with = await self._resume()
         try:
@@ -86,8 +89,11 @@ class Pipeline:
                 tasks.create_task(self._watch_gaps())
                 tasks.create_task(self._report_replay())
                 tasks.create_task(self._watch_end())
+                tasks.create_task(self._lease.keep())
                 await self._take_turns(tasks)
         except ExceptionGroup as failures:
+            if lost := failures.subgroup(LeaseLost):
+                raise LeaseLost("another dispatcher acts for the group") from lost
             if died := failures.subgroup(GroupDied):
                 raise GroupDied("a rank died") from died
             raise
@@ -172,6 +178,7 @@ class Pipeline:
                 await self._wake.wait()
                 continue
             await self._slots.acquire()
+            await self._lease.confirm()
             job = await self._begin(turn)
             self._running[job.entry.request_id] = job
             tasks.create_task(self._complete(job))

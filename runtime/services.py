@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from bus.connection import BrokerUnreachable
+from bus.lease import LeaseRow
 from bus.ledger import Ledger
 from bus.log import OpsLog
 from bus.results import Results
-from bus.tables import Tables
+from bus.tables import Table, Tables
 from observability.recorder import Recorder
 from runtime.config import Settings
 
@@ -35,6 +36,7 @@ class Services:
     tables: Tables
     ledger: Ledger
     recorder: Recorder
+    leases: Table[LeaseRow]
 
 
 async def patiently(attempt: Callable[[], Awaitable[T]], *, for_s: float = math.inf) -> T:

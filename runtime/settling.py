@@ -16,6 +16,7 @@ import msgspec
 from bus import codec
 from bus.connection import MessageTooLarge
 from bus.events import Failed, ForwardBackwardDone, ModelUnloaded, OptimStepDone, Outcome, Result
+from bus.lease import Lease
 from bus.ledger import LedgerRow
 from bus.log import LogEntry
 from bus.results import Published
@@ -31,8 +32,9 @@ log = logging.getLogger(__name__)
 class Settling:
     """The writing half of one group's life."""
 
-    def __init__(self, services: Services) -> None:
+    def __init__(self, services: Services, lease: Lease) -> None:
         self._s = services
+        self._lease = lease
         self._known: dict[tuple[str, int | None], LedgerRow] = {}
 
     def replays(self, entry: LogEntry, row: LedgerRow) -> None:
@@ -51,13 +53,18 @@ class Settling:
         if row is not None and row.horizon is not None:
             return row.horizon
         horizon = await patiently(self._s.log.last_position)
+        await self._lease.confirm()
         await self._record(entry, "failed", horizon)
         return horizon
 
     async def settle(self, job: Job, outcome: Outcome) -> None:
-        """Publish the outcome, and everything that has to be true before or after somebody reads it."""
+        """Publish the outcome, and everything that has to be true before or after somebody reads it.
+
+        Raises LeaseLost, having written nothing, where another dispatcher acts for the group.
+        """
         entry = job.entry
         ranks_done = time.monotonic()
+        await self._lease.confirm()
         if entry.seq_id == 0:
             await self._begin_model(entry.model_id, live=not isinstance(outcome, Failed))
         published = await patiently(lambda: self._publish(entry, outcome))

@@ -15,6 +15,7 @@ import msgspec
 
 from actors.group import GroupDied, MegatronGroup
 from bus.events import Failed
+from bus.lease import Lease, LeaseLost
 from bus.tables import ModelRow
 from runtime.job import Job
 from runtime.services import Services, patiently
@@ -28,8 +29,9 @@ LOOK_EVERY_S = 0.1
 class Snapshotting:
     """Of one life of a group."""
 
-    def __init__(self, services: Services, group: MegatronGroup, snapshots: Snapshots) -> None:
+    def __init__(self, services: Services, lease: Lease, group: MegatronGroup, snapshots: Snapshots) -> None:
         self._s = services
+        self._lease = lease
         self._group = group
         self._snapshots = snapshots
         self._to_repeat: dict[str, float] = {}
@@ -74,9 +76,10 @@ class Snapshotting:
             await self._written(aside)
             for job in under_way:
                 await job.settled.wait()
+            await self._lease.confirm()
             whole = with_failures(manifest, _failures(under_way))
             await asyncio.to_thread(self._snapshots.commit, aside, whole)
-        except GroupDied:
+        except (GroupDied, LeaseLost):
             raise
         except Exception as error:
             await self._failed(manifest.model_id, aside, error)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import re
 import signal
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +17,11 @@ import tinker
 import torch
 from tinker import types
 
+from bus import lease
+from bus.broker_config import SERVER_USER
+from bus.connection import Credentials, connect
+from bus.lease import Lease, LeaseRow
+from bus.tables import Table
 from tests.e2e.conftest import Served, served
 from tests.support import dumps, mutants, sdk
 from tests.support.requests import datums
@@ -113,3 +120,60 @@ def test_a_stopped_rank_costs_time_and_nothing_else(poisoned: Poisoned) -> None:
     client.forward_backward(batch(3, 2), "cross_entropy")
     assert client.optim_step(ADAM).result(timeout=120).metrics["window_calls"] == 2
     assert torch.equal(gradient(at, client, 0), gradient(at, undisturbed, 0))
+
+
+def dispatcher(at: Served) -> int:
+    (found,) = [p.pid for p in at.service.tree() if "DispatcherPart" in " ".join(p.cmdline())]
+    return found
+
+
+async def test_a_stopped_dispatcher_that_lost_its_lease_wakes_up_and_touches_nothing(
+    poisoned: Poisoned,
+) -> None:
+    at = poisoned.at
+    undisturbed, client = [await asyncio.to_thread(sdk.training_client, at.service) for _ in range(2)]
+    for each in (undisturbed, client):
+        each.forward_backward(batch(2, 1), "cross_entropy").result(timeout=sdk.WAIT_S)
+    undisturbed.forward_backward(batch(3, 2), "cross_entropy")
+    undisturbed.optim_step(ADAM).result(timeout=sdk.WAIT_S)
+    mismatches = metric(at, "tinkerbus_replay_mismatches_total")
+
+    stopped = dispatcher(at)
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        # Another dispatcher takes over, as it may once the lease has run out; this one only holds it.
+        taken = await asyncio.wait_for(take_over(at), 60)
+        client.forward_backward(batch(3, 2), "cross_entropy")
+        step = client.optim_step(ADAM)
+        await asyncio.sleep(1)
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    # The woken one may not even answer what has come meanwhile; its successor does, with an epoch of its own.
+    assert (await asyncio.to_thread(step.result, timeout=200)).metrics["window_calls"] == 2
+    assert dispatcher(at) != stopped
+    assert (await row_of_lease(at)).epoch == taken.epoch + 1
+    assert torch.equal(gradient(at, client, 0), gradient(at, undisturbed, 0))
+    assert metric(at, "tinkerbus_replay_mismatches_total") == mismatches
+
+
+@contextlib.asynccontextmanager
+async def leases_of(at: Served) -> AsyncIterator[Table[LeaseRow]]:
+    credentials = Credentials(SERVER_USER, (at.service.data / "nats" / "server.password").read_text().strip())
+    async with await connect(at.service.nats, credentials, name="test") as bus:
+        yield await lease.open_leases(bus)
+
+
+async def take_over(at: Served) -> LeaseRow:
+    async with leases_of(at) as leases:
+        held = await Lease.acquire(leases, "main", "another", 5.0)
+        found = await leases.get("main")
+    assert found is not None
+    assert found[0].epoch == held.epoch
+    return found[0]
+
+
+async def row_of_lease(at: Served) -> LeaseRow:
+    async with leases_of(at) as leases:
+        found = await leases.get("main")
+    assert found is not None
+    return found[0]

@@ -1,0 +1,95 @@
+"""One dispatcher at a time acts for a group, whoever sleeps, dies or wakes up."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from bus import lease
+from bus.connection import Bus
+from bus.lease import Lease, LeaseLost, LeaseRow
+from bus.tables import Table
+
+LEASE_S = 0.6
+
+
+@pytest.fixture
+async def leases(bus: Bus) -> Table[LeaseRow]:
+    return await lease.open_leases(bus)
+
+
+async def acquired(leases: Table[LeaseRow], holder: str) -> Lease:
+    async with asyncio.timeout(20):
+        return await Lease.acquire(leases, "main", holder, LEASE_S)
+
+
+async def test_each_holder_has_a_higher_epoch(leases: Table[LeaseRow]) -> None:
+    for epoch in (1, 2, 3):
+        held = await acquired(leases, f"holder-{epoch}")
+        assert held.epoch == epoch
+        await held.release()
+
+
+async def test_nobody_gets_it_while_its_holder_keeps_it(leases: Table[LeaseRow]) -> None:
+    held = await acquired(leases, "first")
+    keeping = asyncio.create_task(held.keep())
+    waiting = asyncio.create_task(acquired(leases, "second"))
+    await asyncio.sleep(4 * LEASE_S)
+    assert not waiting.done()
+    assert not keeping.done()
+    keeping.cancel()
+    assert (await waiting).epoch == 2
+
+
+async def test_a_dead_holder_is_replaced_after_the_leases_time_and_no_sooner(
+    leases: Table[LeaseRow],
+) -> None:
+    await acquired(leases, "dead")
+    before = time.monotonic()
+    await acquired(leases, "next")
+    assert time.monotonic() - before >= LEASE_S
+
+
+async def test_a_holder_that_wakes_up_after_another_took_over_must_not_act(leases: Table[LeaseRow]) -> None:
+    sleeper = await acquired(leases, "sleeper")
+    await sleeper.confirm()
+    second = await acquired(leases, "second")  # takes LEASE_S, in which the sleeper renews nothing
+    with pytest.raises(LeaseLost, match="epoch 1"):
+        await sleeper.confirm()
+    with pytest.raises(LeaseLost):
+        await sleeper.keep()
+    await sleeper.release()  # does not touch what is another's
+    await second.confirm()
+    row = await leases.get("main")
+    assert row is not None
+    assert row[0].holder == "second"
+
+
+async def test_a_holder_that_wakes_up_and_finds_the_row_as_it_left_it_goes_on(
+    leases: Table[LeaseRow],
+) -> None:
+    sleeper = await acquired(leases, "sleeper")
+    await asyncio.sleep(2 * LEASE_S)
+    await sleeper.confirm()
+    assert sleeper.epoch == 1
+
+
+async def test_of_two_that_wait_one_gets_it(leases: Table[LeaseRow]) -> None:
+    await acquired(leases, "dead")
+    both = [asyncio.create_task(acquired(leases, name)) for name in ("a", "b")]
+    done, pending = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+    assert len(done) == 1
+    keeping = asyncio.create_task(done.pop().result().keep())
+    await asyncio.sleep(3 * LEASE_S)
+    assert not pending.pop().done()
+    keeping.cancel()
+
+
+async def test_one_that_is_freed_need_not_be_waited_for(leases: Table[LeaseRow]) -> None:
+    await acquired(leases, "killed")
+    await lease.free(leases, "main")
+    waiting = Lease.acquire(leases, "main", "next", 1000.0)
+    async with asyncio.timeout(20):
+        assert (await waiting).epoch == 2
