@@ -12,8 +12,8 @@ import torch
 from actors.group import GroupConfig
 from actors.packing import PackingConfig
 
-LAYOUT = "layout"
-"""The entry that has to be the same in any case: every rank keeps a part of its own."""
+FIXED = ("layout", "model")
+"""What has to be the same in any case: every rank keeps a part of its own, of adapters over this base."""
 
 
 class FingerprintDiffers(RuntimeError):
@@ -28,7 +28,7 @@ def fingerprint(group: GroupConfig, packing: PackingConfig) -> dict[str, str]:
         "megatron-core": version("megatron-core"),
         "processor": torch.cuda.get_device_name() if group.gpus else torch.backends.cpu.get_cpu_capability(),
         "threads": str(group.threads_per_rank),
-        LAYOUT: _words(dataclasses.asdict(engine.layout)),
+        "layout": _words(dataclasses.asdict(engine.layout)),
         "packing": _words(dataclasses.asdict(packing)),
         "dtype": engine.dtype,
         "head": "fused" if engine.fused_head else "plain",
@@ -42,11 +42,12 @@ def compare(kept: dict[str, str], now: dict[str, str], *, accept_new_bits: bool)
     names = sorted(kept.keys() | now.keys())
     changed = [name for name in names if kept.get(name) != now.get(name)]
     words = [f"{name} was {kept.get(name)} and is {now.get(name)}" for name in changed]
-    if LAYOUT in changed:
-        raise FingerprintDiffers(
-            f"the snapshots are of another layout: {words[changed.index(LAYOUT)]}; "
-            "go on with the old layout, or start on another data folder"
-        )
+    for name in FIXED:
+        if name in changed:
+            raise FingerprintDiffers(
+                f"the snapshots are of another {name}: {words[changed.index(name)]}; "
+                f"go on with the old {name}, or start on another data folder"
+            )
     if changed and not accept_new_bits:
         raise FingerprintDiffers(
             f"training would go on with other bits than before: {'; '.join(words)}; "

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 import threading
 import urllib.error
 import urllib.request
@@ -116,8 +118,29 @@ def test_a_service_goes_on_from_snapshots_with_the_same_bits_and_knows_what_was_
         for kind, tensors in dumps.read(dump, names["undisturbed"], 8).items():
             for name, tensor in tensors.items():
                 assert torch.equal(tensor, dumps.read(dump, names["killed"], 8)[kind][name]), (kind, name)
+        assert service.stop() == 0
+        config.write_text(f"{config.read_text()}\n[packing]\nmax_datums_per_microbatch = 1\n")
+        assert "max_datums_per_microbatch=0 and is" in refused_start(service)
     finally:
         service.stop()
+
+
+def refused_start(service: Service) -> str:
+    """What `up` says when it does not go on from what is in the data folder."""
+    command = [
+        str(Path(sys.executable).with_name("tinkerbus")),
+        "up",
+        "--data",
+        str(service.data),
+        "--port",
+        "0",
+    ]
+    done = subprocess.run(
+        [*command, *service.options], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 1, done
+    assert done.stdout == ""
+    return done.stderr.splitlines()[-1]
 
 
 def replayed(service: Service) -> int:

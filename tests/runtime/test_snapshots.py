@@ -131,6 +131,7 @@ def test_another_torch_is_refused_until_it_is_accepted() -> None:
     assert fingerprint.compare(old, new, accept_new_bits=True) == ["torch was 2.13 and is 2.14"]
 
 
-def test_another_layout_is_refused_in_any_case() -> None:
-    with pytest.raises(FingerprintDiffers, match=r"dp=1 and is dp=2; go on with the old layout"):
-        fingerprint.compare({"layout": "dp=1"}, {"layout": "dp=2"}, accept_new_bits=True)
+@pytest.mark.parametrize("name", ["layout", "model"])
+def test_another_layout_or_model_is_refused_in_any_case(name: str) -> None:
+    with pytest.raises(FingerprintDiffers, match=rf"was old and is new; go on with the old {name}"):
+        fingerprint.compare({name: "old"}, {name: "new"}, accept_new_bits=True)
