@@ -200,6 +200,14 @@ class OpsLog:
                 if entry is not None:
                     yield entry
 
+    async def models(self) -> set[str]:
+        """Every model that has an operation on the log. Raises BrokerUnreachable."""
+        models = set()
+        for subject in await scan.subjects_of(self._bus, subjects.OPS_STREAM, self._filter):
+            with contextlib.suppress(ValueError):
+                models.add(subjects.split(subject)[2])
+        return models
+
     async def numbers(self, model_id: str) -> set[int | None]:
         """Every `seq_id` that one model has on the log; None for its end. Raises BrokerUnreachable."""
         found = await scan.subjects_of(self._bus, subjects.OPS_STREAM, self._filter_of(model_id))

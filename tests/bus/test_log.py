@@ -277,3 +277,4 @@ async def test_the_numbers_of_a_model_are_known_without_reading_it(bus: Bus, ops
     await bus.js.publish("tinker.v1.ops.default.run=3Atrain=3A0.x", b"hello")
     assert await ops.numbers("run:train:0") == {2, 10, None}
     assert await ops.numbers("nobody") == set()
+    assert await ops.models() == {"run:train:0"}
