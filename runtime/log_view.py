@@ -178,19 +178,21 @@ class LogView:
             results_from = await self._results.last_position() + 1
             shown = await self._log.numbers(model_id)
         early: dict[int | None, ResultLine] = {}
-        async for item in _merged(
+        items = _merged(
             _entry_lines(self._log, model_id, from_position),
             _result_lines(self._results, tenant, model_id, results_from),
-        ):
-            if isinstance(item, EntryLine):
-                shown.add(item.seq_id)
-                yield item
-                if (waiting := early.pop(item.seq_id, None)) is not None:
-                    yield waiting
-            elif item.seq_id in shown:
-                yield item
-            else:
-                early[item.seq_id] = item
+        )
+        async with contextlib.aclosing(items):
+            async for item in items:
+                if isinstance(item, EntryLine):
+                    shown.add(item.seq_id)
+                    yield item
+                    if (waiting := early.pop(item.seq_id, None)) is not None:
+                        yield waiting
+                elif item.seq_id in shown:
+                    yield item
+                else:
+                    early[item.seq_id] = item
 
     async def _tenant_of(self, model_id: str) -> str:
         """Raises NotThere for a model that neither the table nor the log knows."""

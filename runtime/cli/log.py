@@ -31,7 +31,16 @@ Config = Annotated[
     typer.Option("--config", help="Settings as TOML; [nats] has user and password.", metavar="FILE"),
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="A model's id.", show_default=False)]
+
+
+def _id(text: str) -> str:
+    if not text:
+        typer.echo("tinkerbus: MODEL is '': expected a model's id", err=True)
+        raise typer.Exit(1)
+    return text
+
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="A model's id.", callback=_id)]
 
 
 @log.command()
@@ -125,7 +134,7 @@ def _settings(data: str | None, nats: str | None, config: Path | None) -> Settin
 
 
 def _number(name: str, text: str, least: int, otherwise: str = "") -> int:
-    if text.isascii() and text.isdigit() and least <= int(text) < 2**63:
+    if text.isascii() and text.isdigit() and len(text) < 20 and least <= int(text) < 2**63:
         return int(text)
     typer.echo(f"tinkerbus: {name} is {text!r}: expected a number of {least} or more{otherwise}", err=True)
     raise typer.Exit(1)
