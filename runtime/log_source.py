@@ -6,8 +6,9 @@ import contextlib
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+from bus.broker_folder import find_running
 from bus.connection import BrokerError, Credentials, connect
-from bus.embedded import EmbeddedBroker, find_running
+from bus.embedded import EmbeddedBroker
 from runtime.config import Settings
 from runtime.log_view import LogView
 from runtime.service import BROKER_FOLDER, GROUP

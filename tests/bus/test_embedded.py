@@ -14,10 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from bus import folder_lock
 from bus.codec import encode
 from bus.connection import BrokerError, Bus, Credentials, WrongCredentials, connect
-from bus.embedded import EmbeddedBroker, Endpoint, FolderInUse, find_running
+from bus.embedded import EmbeddedBroker, FolderInUse
 from bus.events import OptimStep, Submission
 from bus.log import OpsLog, entry
 from bus.streams import ensure_streams
@@ -99,35 +98,6 @@ async def test_started_again_on_the_same_folder_it_has_what_it_had(tmp_path: Pat
         assert second.credentials == first.credentials
         async with await connect(second.url, second.credentials, name="test") as bus:
             assert await OpsLog(bus, "g").last_position() == 1
-
-
-def test_a_running_broker_is_found_by_its_folder(broker: EmbeddedBroker) -> None:
-    assert find_running(broker.data_dir) == (broker.url, broker.credentials)
-    broker.restart(kill=True)
-    assert find_running(broker.data_dir) == (broker.url, broker.credentials)
-    broker.stop()
-    assert find_running(broker.data_dir) is None
-
-
-def test_a_broker_that_is_just_starting_is_waited_for(tmp_path: Path) -> None:
-    """The folder is taken before the broker serves."""
-    lock = folder_lock.take(tmp_path)
-    found: list[Endpoint | None] = []
-    looking = threading.Thread(target=lambda: found.append(find_running(tmp_path)))
-    looking.start()
-    time.sleep(0.2)
-    assert looking.is_alive()
-    (tmp_path / "server.password").write_text("secret\n")
-    (tmp_path / "nats-server_1.ports").write_text('{"nats": ["nats://127.0.0.1:4321"]}')
-    looking.join()
-    os.close(lock)
-    assert found == [Endpoint("nats://127.0.0.1:4321", Credentials("tinkerbus", "secret"))]
-
-
-def test_looking_for_a_broker_makes_nothing(tmp_path: Path) -> None:
-    assert find_running(tmp_path / "absent") is None
-    assert find_running(tmp_path) is None
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_it_dies_with_its_parent_and_gives_the_folder_free(tmp_path: Path) -> None:

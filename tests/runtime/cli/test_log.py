@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from bus.broker_folder import find_running
 from bus.codec import JSON, encode
-from bus.embedded import EmbeddedBroker, find_running
+from bus.embedded import EmbeddedBroker
 from bus.events import Failed, OptimStepDone
 from runtime.cli.main import app
 from tests.runtime import written_log
