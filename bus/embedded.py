@@ -6,9 +6,7 @@ process that started it, and comes back on the same port when it dies alone; pas
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import json
 import os
 import secrets
 import shutil
@@ -19,10 +17,10 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from bus import folder_lock
 from bus.broker_config import SERVER_USER, BrokerConfig, check_tenants, render
+from bus.broker_folder import PASSWORD_FILE, Endpoint, port_in
 from bus.connection import BrokerError, Credentials
 from bus.folder_lock import FolderInUse
 
@@ -32,12 +30,6 @@ _START_S = 20.0
 _STOP_S = 10.0
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
-
-
-class Endpoint(NamedTuple):
-    url: str
-    credentials: Credentials
-    """The servers' own; tenants use their name and password."""
 
 
 def find_nats_server() -> str:
@@ -238,9 +230,9 @@ class EmbeddedBroker:
         while time.monotonic() < deadline and not self._stopping.is_set():
             if process.poll() is not None:
                 return f"nats-server stopped at once: {self._last_log_line()}"
-            with contextlib.suppress(FileNotFoundError, json.JSONDecodeError, KeyError, IndexError):
-                url = str(json.loads(ports.read_text())["nats"][0])
-                self._config.port = int(url.rpartition(":")[2])
+            port = port_in(ports)
+            if port is not None:
+                self._config.port = port
                 self._url = f"nats://127.0.0.1:{self._config.port}"
                 return None
             time.sleep(0.005)
@@ -276,7 +268,7 @@ class EmbeddedBroker:
 
     def _server_password(self) -> str:
         """Made once for the folder, so that servers of an earlier run can still connect."""
-        path = self.data_dir / "server.password"
+        path = self.data_dir / PASSWORD_FILE
         if not path.exists():
             _write_private(path, secrets.token_urlsafe(32))
         return path.read_text().strip()

@@ -42,6 +42,21 @@ def take(folder: Path) -> int:
     return lock
 
 
+def held(folder: Path) -> bool:
+    """Whether a broker works on this folder. Leaves no trace, and an absent folder absent."""
+    try:
+        lock = os.open(folder / "lock", os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
 def _alive(pid: str) -> bool:
     try:
         os.kill(int(pid), 0)

@@ -12,7 +12,9 @@ import msgspec
 
 from bus import subjects
 from bus.connection import Bus
-from bus.tables import Table, open_table
+from bus.tables import Table, existing_table, open_table
+
+_NAME = "tinker_ledger"
 
 
 class LedgerRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,7 +37,13 @@ class Ledger:
 
     @classmethod
     async def open(cls, bus: Bus, group: str, *, replicas: int = 1) -> Ledger:
-        return cls(await open_table(bus, "tinker_ledger", LedgerRow, replicas=replicas), group)
+        return cls(await open_table(bus, _NAME, LedgerRow, replicas=replicas), group)
+
+    @classmethod
+    async def existing(cls, bus: Bus, group: str) -> Ledger | None:
+        """The ledger, or None while nobody has made it: for who only looks."""
+        table = await existing_table(bus, _NAME, LedgerRow)
+        return None if table is None else cls(table, group)
 
     async def record(
         self,

@@ -14,15 +14,13 @@ import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 
-import nats.errors
-from nats.aio.msg import Msg
-
 from bus import codec, scan, subjects
-from bus.connection import BrokerError, BrokerUnreachable, Bus
+from bus.connection import BrokerError, Bus
 from bus.errors import newer_format
 from bus.events import FORMAT, Op, request_id
 from bus.ledger import Ledger
 from bus.publish import StreamFull, SubjectTaken, store
+from bus.tail import tail
 
 CONTENT_TYPE, TB_FORMAT, TB_TENANT, TB_VERB, TB_HASH = (
     "Content-Type",
@@ -31,8 +29,6 @@ CONTENT_TYPE, TB_FORMAT, TB_TENANT, TB_VERB, TB_HASH = (
     "Tb-Verb",
     "Tb-Hash",
 )
-
-_POLL_S = 1.0
 
 
 class LogFull(BrokerError):
@@ -111,7 +107,8 @@ class OpsLog:
         self._bus = bus
         self._ledger = ledger
         self.group = group
-        self._filter = f"{subjects.PREFIX}.ops.{subjects.escape(group)}.*.*"
+        self._prefix = f"{subjects.PREFIX}.ops.{subjects.escape(group)}"
+        self._filter = f"{self._prefix}.*.*"
         self.skipped = 0
         """Messages on the log's subjects that no server of ours wrote."""
 
@@ -181,57 +178,56 @@ class OpsLog:
         """The stream's last sequence number, over all groups; 0 while it is empty. Raises BrokerUnreachable."""
         return await scan.last_position(self._bus, subjects.OPS_STREAM)
 
-    async def read(self, from_position: int = 1) -> AsyncGenerator[LogEntry, None]:
-        """Every entry from `from_position` on, then new ones as they come, for ever.
+    async def read(
+        self, from_position: int = 1, *, model_id: str | None = None
+    ) -> AsyncGenerator[LogEntry, None]:
+        """Every entry from `from_position` on, or those of one model, then new ones as they come, for ever.
 
-        Outlives broker restarts and lost wake-ups: what is next is asked for by position, at every announcement, at
-        every reconnection and once a second. Messages without our headers are skipped and counted. Raises
+        Outlives broker restarts and lost wake-ups. Messages without our headers are skipped and counted. Raises
         NewerFormat for an entry that this version cannot read.
         """
-        position = from_position
-        wake = asyncio.Event()
-
-        async def announced(_: Msg) -> None:
-            wake.set()
-
-        self._bus.on_reconnect.append(wake.set)
-        subscription = None
-        try:
-            while True:
-                wake.clear()
-                try:
-                    if subscription is None:
-                        subscription = await self._bus.nc.subscribe(
-                            subjects.stored(self._filter), cb=announced
-                        )
-                    found = await scan.batch(self._bus, subjects.OPS_STREAM, self._filter, position)
-                except (BrokerUnreachable, nats.errors.Error) as error:
-                    if self._bus.nc.is_closed:
-                        raise self._bus.unreachable("reading the log", error) from None
-                    await _wait(wake, 0.25)
+        messages = tail(self._bus, subjects.OPS_STREAM, self._filter_of(model_id), from_position)
+        async with contextlib.aclosing(messages):
+            async for message in messages:
+                entry = _entry(message)
+                if entry is None:
+                    self.skipped += 1
                     continue
-                for message in found:
-                    position = message.position + 1
-                    entry = _entry(message)
-                    if entry is None:
-                        self.skipped += 1
-                    else:
-                        if entry.format > FORMAT:
-                            raise newer_format(entry.format, FORMAT)
-                        yield entry
-                if not found:
-                    await _wait(wake, _POLL_S)
-        finally:
-            self._bus.on_reconnect.remove(wake.set)
-            if subscription is not None:
-                with contextlib.suppress(nats.errors.Error):
-                    await subscription.unsubscribe()
+                if entry.format > FORMAT:
+                    raise newer_format(entry.format, FORMAT)
+                yield entry
 
+    async def so_far(self, *, model_id: str | None = None) -> AsyncGenerator[LogEntry, None]:
+        """Every entry that is on the log now, or those of one model, of any format. Raises BrokerUnreachable."""
+        last = await self.last_position()
+        position = 1
+        while position <= last:
+            found = await scan.batch(self._bus, subjects.OPS_STREAM, self._filter_of(model_id), position)
+            if not found:
+                return
+            for message in found:
+                if message.position > last:
+                    return
+                position = message.position + 1
+                entry = _entry(message)
+                if entry is not None:
+                    yield entry
 
-async def _wait(wake: asyncio.Event, timeout_s: float) -> None:
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(timeout_s):
-            await wake.wait()
+    async def models(self) -> set[str]:
+        """Every model that has an operation on the log. Raises BrokerUnreachable."""
+        models = set()
+        for subject in await scan.subjects_of(self._bus, subjects.OPS_STREAM, self._filter):
+            with contextlib.suppress(ValueError):
+                models.add(subjects.split(subject)[2])
+        return models
+
+    async def numbers(self, model_id: str) -> set[int | None]:
+        """Every `seq_id` that one model has on the log; None for its end. Raises BrokerUnreachable."""
+        found = await scan.subjects_of(self._bus, subjects.OPS_STREAM, self._filter_of(model_id))
+        return subjects.numbers(found)
+
+    def _filter_of(self, model_id: str | None) -> str:
+        return self._filter if model_id is None else f"{self._prefix}.{subjects.escape(model_id)}.*"
 
 
 def _entry(message: scan.StoredMessage) -> LogEntry | None:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import enum
 import time
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 import nats.errors
@@ -21,6 +22,7 @@ from bus.connection import BrokerError, BrokerUnreachable, Bus
 from bus.events import FORMAT, Result
 from bus.log import CONTENT_TYPE, TB_FORMAT
 from bus.publish import StreamFull, SubjectTaken, store
+from bus.tail import tail
 
 _POLL_S = 10.0
 _SOON_S = (0.002, 0.005, 0.02, 0.05, 0.2, 0.5)
@@ -106,6 +108,28 @@ class Results:
         """The stored result, or None while there is none (or no longer). Raises BrokerUnreachable."""
         return await self._get(subjects.results(tenant, model_id, seq_id))
 
+    async def numbers(self, tenant: str, model_id: str) -> set[int | None]:
+        """Every `seq_id` of a model that has a readable result; None for its end. For servers."""
+        pattern = subjects.results_of(tenant, model_id)
+        return subjects.numbers(await scan.subjects_of(self._bus, subjects.RESULTS_STREAM, pattern))
+
+    async def last_position(self) -> int:
+        """The stream's last sequence number, over all models; 0 while it is empty. Raises BrokerUnreachable."""
+        return await scan.last_position(self._bus, subjects.RESULTS_STREAM)
+
+    async def read(
+        self, tenant: str, model_id: str, from_position: int = 1
+    ) -> AsyncGenerator[tuple[int | None, StoredResult], None]:
+        """A model's readable results with their `seq_id`, in the order in which they were stored, then new ones as
+        they come, for ever. For servers.
+        """
+        pattern = subjects.results_of(tenant, model_id)
+        messages = tail(self._bus, subjects.RESULTS_STREAM, pattern, from_position)
+        async with contextlib.aclosing(messages):
+            async for message in messages:
+                for number in subjects.numbers([message.subject]):
+                    yield number, _stored(message)
+
     async def wait(
         self, tenant: str, model_id: str, seq_id: int | None, timeout_s: float | None
     ) -> StoredResult | None:
@@ -162,7 +186,7 @@ class Results:
         found = await scan.last_of(self._bus, subjects.RESULTS_STREAM, subject)
         if found is None:
             return None
-        return StoredResult(found.data, found.headers.get(CONTENT_TYPE, codec.MSGPACK))
+        return _stored(found)
 
     async def _listening(self) -> None:
         """Returns once the one subscription is sent. One connection: the broker has it before any later look."""
@@ -184,6 +208,10 @@ class Results:
         for events in self._waiting.values():
             for woken in events:
                 woken.set()
+
+
+def _stored(message: scan.StoredMessage) -> StoredResult:
+    return StoredResult(message.data, message.headers.get(CONTENT_TYPE, codec.MSGPACK))
 
 
 async def _happened(event: asyncio.Event, timeout_s: float) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 from dataclasses import dataclass
+from typing import Any
 
 import nats.errors
 from nats.aio.msg import Msg
@@ -18,6 +19,7 @@ from bus.connection import BrokerError, BrokerUnreachable, Bus
 BATCH = 64
 BATCH_BYTES = 16 * 2**20
 _ANSWER_S = 3.0
+_STREAM_MISSING = 10059
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +83,41 @@ async def last_of(
     return _stored(msg, stream)
 
 
+async def exists(bus: Bus, stream: str) -> bool:
+    """Whether the broker has this stream. Raises BrokerUnreachable, BrokerError."""
+    return await _info(bus, stream, {}, missing_is_none=True) is not None
+
+
+async def subjects_of(bus: Bus, stream: str, subject_filter: str) -> list[str]:
+    """Every subject that has a message, without reading one. Raises BrokerUnreachable, BrokerError."""
+    found: list[str] = []
+    while True:
+        info = await _info(bus, stream, {"subjects_filter": subject_filter, "offset": len(found)})
+        assert info is not None
+        page = list(info["state"].get("subjects") or ())
+        found += page
+        if not page or len(found) >= int(info.get("total", 0)):
+            return found
+
+
 async def last_position(bus: Bus, stream: str) -> int:
     """The stream's last sequence number, 0 while it is empty. Raises BrokerUnreachable, BrokerError."""
-    answer = json.loads((await bus.request(f"$JS.API.STREAM.INFO.{stream}", b"", timeout_s=_ANSWER_S)).data)
+    info = await _info(bus, stream, {})
+    assert info is not None
+    return int(info["state"]["last_seq"])
+
+
+async def _info(
+    bus: Bus, stream: str, request: dict[str, object], *, missing_is_none: bool = False
+) -> dict[str, Any] | None:
+    body = json.dumps(request).encode()
+    msg = await bus.request(f"$JS.API.STREAM.INFO.{stream}", body, timeout_s=_ANSWER_S)
+    answer: dict[str, Any] = json.loads(msg.data)
     if error := answer.get("error"):
+        if missing_is_none and error.get("err_code") == _STREAM_MISSING:
+            return None
         raise BrokerError(f"the broker refuses to describe stream {stream}: {error.get('description')}")
-    return int(answer["state"]["last_seq"])
+    return answer
 
 
 async def purge(bus: Bus, stream: str, subject_filter: str, *, below_position: int | None = None) -> None:

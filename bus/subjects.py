@@ -9,6 +9,9 @@ tinker.v1.metrics.<process>                       metric snapshots, not stored
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable
+
 PREFIX = "tinker.v1"
 
 SUBMIT_STREAM = "TINKER_SUBMIT"
@@ -60,12 +63,26 @@ def submit(tenant: str, model_id: str) -> str:
     return f"{PREFIX}.submit.{escape(tenant)}.{escape(model_id)}"
 
 
+def numbers(subjects: Iterable[str]) -> set[int | None]:
+    """The numbers at the end of operations' or results' subjects; what is none is left out."""
+    found = set()
+    for subject in subjects:
+        with contextlib.suppress(ValueError):
+            found.add(parse_seq_token(subject.rpartition(".")[2]))
+    return found
+
+
 def ops(group: str, model_id: str, seq_id: int | None) -> str:
     return f"{PREFIX}.ops.{escape(group)}.{escape(model_id)}.{seq_token(seq_id)}"
 
 
 def results(tenant: str, model_id: str, seq_id: int | None) -> str:
     return f"{PREFIX}.results.{escape(tenant)}.{escape(model_id)}.{seq_token(seq_id)}"
+
+
+def results_of(tenant: str, model_id: str) -> str:
+    """All results of one model, as a pattern."""
+    return f"{PREFIX}.results.{escape(tenant)}.{escape(model_id)}.*"
 
 
 def stored(subject: str) -> str:

@@ -21,6 +21,8 @@ from bus.publish import SubjectTaken, store
 
 Key: TypeAlias = str | tuple[str, ...]
 
+MODELS = "tinker_models"
+
 _OPERATION = "KV-Operation"
 _TIMEOUT_S = 10.0
 
@@ -195,6 +197,11 @@ async def open_table(bus: Bus, name: str, row_type: type[T], *, replicas: int = 
     return Table(bus, name, row_type)
 
 
+async def existing_table(bus: Bus, name: str, row_type: type[T]) -> Table[T] | None:
+    """The table over bucket `name`, or None while nobody has made it: for who only looks."""
+    return Table(bus, name, row_type) if await scan.exists(bus, f"KV_{name}") else None
+
+
 class Tables:
     """The tables of the service. `await Tables.open(bus)`."""
 
@@ -207,6 +214,6 @@ class Tables:
     async def open(cls, bus: Bus, *, replicas: int = 1) -> Tables:
         return cls(
             sessions=await open_table(bus, "tinker_sessions", SessionRow, replicas=replicas),
-            models=await open_table(bus, "tinker_models", ModelRow, replicas=replicas),
+            models=await open_table(bus, MODELS, ModelRow, replicas=replicas),
             groups=await open_table(bus, "tinker_groups", GroupRow, replicas=replicas),
         )

@@ -31,6 +31,9 @@ from runtime.services import START_PATIENCE_S, patiently
 GROUP = "main"
 """This release runs one group."""
 
+BROKER_FOLDER = "nats"
+"""The embedded broker's folder in the data folder."""
+
 READY_TIMEOUT_S = 900.0
 DRAIN_TIMEOUT_S = 15.0
 LOGICAL_CPUS = 16
@@ -86,7 +89,7 @@ def _broker(settings: Settings, data: Path, keys: Keys) -> Iterator[tuple[str, C
     if nats.url is not None:
         yield nats.url, Credentials(nats.user, nats.password or "") if nats.user else None
         return
-    broker = EmbeddedBroker(data / "nats", keys.nats_passwords())
+    broker = EmbeddedBroker(data / BROKER_FOLDER, keys.nats_passwords())
     endpoint = broker.start()
     try:
         yield endpoint.url, endpoint.credentials

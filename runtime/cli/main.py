@@ -7,6 +7,7 @@ import typer
 from runtime.cli.bench import bench
 from runtime.cli.demo import demo
 from runtime.cli.gates import gates
+from runtime.cli.log import log
 from runtime.cli.up import up
 
 app = typer.Typer(
@@ -20,6 +21,7 @@ app.command()(up)
 app.command()(demo)
 app.command()(bench)
 app.command()(gates)
+app.add_typer(log)
 
 
 def _show_version(wanted: bool) -> None:

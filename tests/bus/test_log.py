@@ -5,7 +5,7 @@ import hashlib
 
 import pytest
 
-from bus import log
+from bus import log, tail
 from bus.codec import JSON, MSGPACK, encode
 from bus.connection import BrokerUnreachable, Bus, MessageTooLarge
 from bus.embedded import EmbeddedBroker
@@ -167,7 +167,7 @@ async def test_the_log_is_read_from_any_position_in_order_and_goes_on_with_what_
 async def test_a_new_entry_is_seen_at_once(
     ops: OpsLog, second_bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log, "_POLL_S", 100.0)
+    monkeypatch.setattr(tail, "_POLL_S", 100.0)
     reading = asyncio.create_task(take(ops, 1))
     await asyncio.sleep(0.1)
     await OpsLog(second_bus, "default").append(step(1))
@@ -260,3 +260,40 @@ async def test_what_was_trimmed_is_known_by_the_ledger_and_not_stored_again(bus:
         await ops.append(step(1, learning_rate=5.0), trimmed_below=2)
     # Below the mark and not in the ledger: a number that never came, as one behind a gap.
     assert not (await ops.append(step(1, model_id="third"), trimmed_below=2)).duplicate
+
+
+# ------------------------------------------------------------------------------------------------- one model of many
+
+
+async def test_one_model_is_read_apart_from_the_others(ops: OpsLog) -> None:
+    for seq_id in (1, 2):
+        for model_id in ("a.1", "b"):
+            await ops.append(step(seq_id, model_id=model_id))
+    reader = ops.read(2, model_id="a.1")
+    assert (await anext(reader)).position == 3
+    await ops.append(step(3, model_id="b"))
+    await ops.append(step(3, model_id="a.1"))
+    entry = await anext(reader)
+    assert (entry.model_id, entry.seq_id, entry.position) == ("a.1", 3, 6)
+    await reader.aclose()
+
+
+async def test_what_is_there_now_comes_to_an_end(bus: Bus, ops: OpsLog) -> None:
+    assert [entry async for entry in ops.so_far()] == []
+    for seq_id in range(1, 71):  # more than a batch
+        await ops.append(step(seq_id, model_id="a"))
+    await OpsLog(bus, "another").append(step(1))
+    await ops.append(log.entry("demo", "b", None, "unload_model", encode(UnloadModel())))
+    assert [entry.position async for entry in ops.so_far()] == [*range(1, 71), 72]
+    assert [entry.seq_id async for entry in ops.so_far(model_id="b")] == [None]
+
+
+async def test_the_numbers_of_a_model_are_known_without_reading_it(bus: Bus, ops: OpsLog) -> None:
+    for seq_id in (2, 10):
+        await ops.append(step(seq_id))
+    await ops.append(log.entry("demo", "run:train:0", None, "unload_model", encode(UnloadModel())))
+    await OpsLog(bus, "another").append(step(3))
+    await bus.js.publish("tinker.v1.ops.default.run=3Atrain=3A0.x", b"hello")
+    assert await ops.numbers("run:train:0") == {2, 10, None}
+    assert await ops.numbers("nobody") == set()
+    assert await ops.models() == {"run:train:0"}

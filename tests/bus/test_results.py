@@ -162,3 +162,18 @@ async def test_a_replayed_result_does_not_reach_live_subscribers_again(
     await results.publish("demo", result(2))
     assert (await live.next_msg(2)).subject == "tinker.v1.results.demo.m.1"
     assert (await live.next_msg(2)).subject == "tinker.v1.results.demo.m.2"
+
+
+async def test_a_models_results_are_read_in_order_and_as_they_come(results: Results) -> None:
+    for seq_id in (2, 1):
+        await results.publish("demo", result(seq_id))
+        await results.publish("other", result(seq_id))
+    assert await results.numbers("demo", "m") == {1, 2}
+    assert await results.last_position() == 4
+    reader = results.read("demo", "m", 2)
+    assert (await anext(reader))[0] == 1
+    await results.publish("demo", result(3, model_id="another"))
+    await results.publish("demo", result(3))
+    seq_id, stored = await anext(reader)
+    assert (seq_id, stored.result()) == (3, result(3))
+    await reader.aclose()

@@ -8,7 +8,7 @@ import pytest
 from bus.connection import Bus
 from bus.events import LoraConfig
 from bus.ledger import Ledger, LedgerRow
-from bus.tables import ModelRow, Table, Tables, open_table
+from bus.tables import ModelRow, Table, Tables, existing_table, open_table
 from tests.bus.proxy import Proxy
 from tests.bus.waiting import until
 
@@ -136,3 +136,16 @@ async def test_the_ledger_knows_what_became_of_every_operation(bus: Bus) -> None
     await ledger.forget("m:1")
     assert list(await ledger.load()) == [("m2", 1)]
     assert list(await other.load()) == [("m3", 1)]
+
+
+async def test_who_only_looks_makes_no_table(bus: Bus) -> None:
+    assert await existing_table(bus, "test_counters", Counter) is None
+    assert await Ledger.existing(bus, "default") is None
+    table = await open_table(bus, "test_counters", Counter)
+    await table.put("a", Counter(1))
+    await (await Ledger.open(bus, "default")).record("m", 1, "hash", "done", 7)
+    found, ledger = await existing_table(bus, "test_counters", Counter), await Ledger.existing(bus, "default")
+    assert found is not None
+    assert ledger is not None
+    assert await found.all() == {"a": Counter(1)}
+    assert await ledger.find("m", 1) == LedgerRow(body_hash="hash", outcome="done", position=7)
