@@ -43,6 +43,8 @@ class Pipeline:
         """Per model: when each operation that waits was read."""
         self._last_accepted: dict[str, float] = {}
         self._running: dict[str, Job] = {}
+        self._ranks_free = 0.0
+        """`time.monotonic()` when the ranks' last answer came."""
         self._wake = asyncio.Event()
         self._slots = asyncio.Semaphore(DEPTH)
         self._replay_to = 0
@@ -122,7 +124,10 @@ class Pipeline:
         try:
             if job.ranks is not None:
                 try:
-                    answer = await job.ranks
+                    try:
+                        answer = await job.ranks
+                    finally:
+                        self._charge(job)
                     if job.finish is not None:
                         job.outcome = job.finish(answer)
                 except WindowIncomplete as error:
@@ -139,6 +144,12 @@ class Pipeline:
             del self._running[job.entry.request_id]
             self._slots.release()
             self._wake.set()
+
+    def _charge(self, job: Job) -> None:
+        """The ranks work one operation at a time, so this one took the time since the answer before it."""
+        now = time.monotonic()
+        self._sequencer.charge(job.entry.tenant, now - max(job.started, self._ranks_free))
+        self._ranks_free = now
 
     async def _note_failure(self, job: Job) -> None:
         """A gradient is missing from the window: the step behind it has to know."""
