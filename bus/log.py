@@ -120,7 +120,8 @@ class OpsLog:
         may or may not be there, and appending it once more settles that. Raises BodyConflict, LogFull,
         MessageTooLarge.
         """
-        if self._ledger is not None and entry.seq_id is not None and entry.seq_id < trimmed_below:
+        if entry.seq_id is not None and entry.seq_id < trimmed_below:
+            assert self._ledger is not None, "a log that is trimmed is appended to with its ledger"
             row = await self._ledger.find(entry.model_id, entry.seq_id)
             if row is not None:
                 return self._compared(entry, replace(entry, body_hash=row.body_hash, position=row.position))

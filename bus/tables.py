@@ -111,11 +111,7 @@ class Table(Generic[T]):
         assert revision is not None
         return revision
 
-    async def update(self, key: Key, value: T, revision: int) -> bool:
-        """False when the row is no longer at `revision`."""
-        return await self._write(key, value, revision) is not None
-
-    async def replace(self, key: Key, value: T, revision: int) -> int | None:
+    async def update(self, key: Key, value: T, revision: int) -> int | None:
         """The new revision, or None when the row is no longer at `revision`."""
         return await self._write(key, value, revision)
 
@@ -124,7 +120,7 @@ class Table(Generic[T]):
         while (found := await self.get(key)) is not None:
             row, revision = found
             new = changed(row)
-            if new == row or await self.update(key, new, revision):
+            if new == row or await self.update(key, new, revision) is not None:
                 return
 
     async def delete(self, key: Key) -> None:

@@ -57,6 +57,7 @@ class HandOver:
         self.lost = LostCalls()
         self._live: dict[str, TenantConfig] = {}
         self._not_created: dict[str, str] = {}
+        self._lost_models: dict[str, str] = {}
         self._ended: set[str] = set()
 
     def config(self, model_id: str) -> TenantConfig | None:
@@ -67,9 +68,9 @@ class HandOver:
         """The ranks have the model from a snapshot."""
         self._live[model_id] = config
 
-    def give_up(self, model_id: str, because: str) -> None:
-        """The model is lost; its operations fail with `because`."""
-        self._not_created[model_id] = because
+    def lose(self, model_id: str, because: str) -> None:
+        """The model's state is lost; its operations fail with `because`."""
+        self._lost_models[model_id] = because
 
     def flush(self) -> None:
         """Hand to the ranks whatever had its turn."""
@@ -89,6 +90,8 @@ class HandOver:
                 job.outcome = outcomes.unloaded(entry.model_id)
             elif entry.model_id in self._not_created and entry.seq_id is not None:
                 job.outcome = outcomes.not_created(entry.model_id, self._not_created[entry.model_id])
+            elif entry.model_id in self._lost_models and entry.seq_id is not None:
+                job.outcome = outcomes.model_lost(entry.model_id, self._lost_models[entry.model_id])
             elif given_up:
                 self._give_up(job, await _beside(entry, entry.op), given_up)
             else:

@@ -48,6 +48,10 @@ def not_created(model_id: str, because: str) -> Failed:
     )
 
 
+def model_lost(model_id: str, because: str) -> Failed:
+    return Failed(error=f"model_id {model_id!r} is lost: {because}", category="server", field="model_id")
+
+
 def unloaded(model_id: str) -> Failed:
     return Failed(error=f"model_id {model_id!r} was unloaded", category="user", field="model_id")
 

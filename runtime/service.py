@@ -193,9 +193,7 @@ async def _announce_start(nats_url: str, credentials: Credentials | None, settin
             await ensure_streams(bus, results_ttl_s=results.ttl_s, results_max_bytes=results.max_bytes)
             tables = await Tables.open(bus)
             await tables.groups.delete(GROUP)
-            if (
-                settings.nats.url is None
-            ):  # nobody else is on a broker of our own, whose folder we have locked
+            if settings.nats.url is None:  # nobody else is on a broker of our own: we have locked its folder
                 await lease.free(await lease.open_leases(bus), GROUP)
 
         await patiently(announce, for_s=START_PATIENCE_S)
