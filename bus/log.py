@@ -164,6 +164,10 @@ class OpsLog:
         found = await scan.last_of(self._bus, subjects.OPS_STREAM, subjects.ops(self.group, model_id, seq_id))
         return None if found is None else _entry(found)
 
+    async def holds(self, model_id: str, seq_id: int | None) -> bool:
+        """Whether there is an entry of that identity; its body stays where it is. Raises BrokerUnreachable."""
+        return await scan.holds(self._bus, subjects.OPS_STREAM, subjects.ops(self.group, model_id, seq_id))
+
     async def last_position(self) -> int:
         """The stream's last sequence number, over all groups; 0 while it is empty. Raises BrokerUnreachable."""
         return await scan.last_position(self._bus, subjects.OPS_STREAM)

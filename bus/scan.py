@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 from dataclasses import dataclass
+from typing import Any
 
 import nats.errors
 from nats.aio.msg import Msg
@@ -83,10 +84,22 @@ async def last_of(
 
 async def last_position(bus: Bus, stream: str) -> int:
     """The stream's last sequence number, 0 while it is empty. Raises BrokerUnreachable, BrokerError."""
-    answer = json.loads((await bus.request(f"$JS.API.STREAM.INFO.{stream}", b"", timeout_s=_ANSWER_S)).data)
+    return int((await _state(bus, stream, b""))["last_seq"])
+
+
+async def holds(bus: Bus, stream: str, subject: str) -> bool:
+    """Whether the stream has a message on the subject. Raises BrokerUnreachable, BrokerError."""
+    found = await _state(bus, stream, json.dumps({"subjects_filter": subject}).encode())
+    return bool(found.get("subjects"))
+
+
+async def _state(bus: Bus, stream: str, request: bytes) -> dict[str, Any]:
+    asked = await bus.request(f"$JS.API.STREAM.INFO.{stream}", request, timeout_s=_ANSWER_S)
+    answer: dict[str, Any] = json.loads(asked.data)
     if error := answer.get("error"):
         raise BrokerError(f"the broker refuses to describe stream {stream}: {error.get('description')}")
-    return int(answer["state"]["last_seq"])
+    state: dict[str, Any] = answer["state"]
+    return state
 
 
 async def purge(bus: Bus, stream: str, subject_filter: str, *, below_position: int | None = None) -> None:

@@ -66,6 +66,15 @@ class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
     """The log has been worked through up to here."""
 
 
+class BacklogRow(msgspec.Struct, frozen=True, kw_only=True):
+    """What a group's dispatcher says of operations that have no result yet; by group name."""
+
+    position: int = 0
+    """The log up to here is counted."""
+    models: dict[str, tuple[int, int]] = {}
+    """Operations and their bytes, per model that has any."""
+
+
 T = TypeVar("T", bound=msgspec.Struct)
 
 
@@ -182,10 +191,17 @@ async def open_table(bus: Bus, name: str, row_type: type[T], *, replicas: int = 
 class Tables:
     """The tables of the service. `await Tables.open(bus)`."""
 
-    def __init__(self, sessions: Table[SessionRow], models: Table[ModelRow], groups: Table[GroupRow]) -> None:
+    def __init__(
+        self,
+        sessions: Table[SessionRow],
+        models: Table[ModelRow],
+        groups: Table[GroupRow],
+        backlogs: Table[BacklogRow],
+    ) -> None:
         self.sessions = sessions
         self.models = models
         self.groups = groups
+        self.backlogs = backlogs
 
     @classmethod
     async def open(cls, bus: Bus, *, replicas: int = 1) -> Tables:
@@ -193,4 +209,5 @@ class Tables:
             sessions=await open_table(bus, "tinker_sessions", SessionRow, replicas=replicas),
             models=await open_table(bus, "tinker_models", ModelRow, replicas=replicas),
             groups=await open_table(bus, "tinker_groups", GroupRow, replicas=replicas),
+            backlogs=await open_table(bus, "tinker_backlogs", BacklogRow, replicas=replicas),
         )

@@ -1,7 +1,8 @@
 """From the submit queue onto the log: what event clients publish, checked and appended.
 
-A submission leaves the queue once it stands on the log, or once it is certain that it never can. Everything here
-may happen twice, on one intake or on several, and changes nothing the second time.
+A submission leaves the queue once it stands on the log, or once it is certain that it never can. While its model
+has too much waiting it stays there, until the broker takes no more for that model. Everything here may happen twice,
+on one intake or on several, and changes nothing the second time.
 """
 
 from __future__ import annotations
@@ -23,23 +24,33 @@ from bus.submit import SubmitReader, Submitted
 from bus.tables import ModelRow, Tables
 from observability.recorder import Recorder
 from runtime import entries
+from runtime.admission import Admission, QueueFull
 
 logger = logging.getLogger("tinkerbus.intake")
 
 PAUSE_S = 0.5
 """Between tries while the broker is away or the log is full."""
+SHORTEST_HOLD_S, LONGEST_HOLD_S = 0.25, 4.0
+"""How long what a model has no room for stays in the submit queue, the first time and at most. Other models' go on."""
 
 
 class Intake:
     """One reader of the submit queue. Any number may run, in any number of processes."""
 
     def __init__(
-        self, bus: Bus, log: OpsLog, tables: Tables, results: Results, recorder: Recorder | None = None
+        self,
+        bus: Bus,
+        log: OpsLog,
+        tables: Tables,
+        results: Results,
+        admission: Admission,
+        recorder: Recorder | None = None,
     ) -> None:
         self._bus = bus
         self._log = log
         self._tables = tables
         self._results = results
+        self._admission = admission
         self._recorder = recorder
         self._reader = SubmitReader(bus)
         self.dropped = 0
@@ -59,6 +70,10 @@ class Intake:
         while True:
             try:
                 await self._settle(submitted)
+            except QueueFull as error:
+                logger.debug("submission of model %r stays in the queue: %s", submitted.model_id, error)
+                await submitted.nak(hold_s(submitted.deliveries))
+                return
             except (LogFull, BrokerUnreachable) as error:
                 logger.warning("submission of model %r has to wait: %s", submitted.model_id, error)
                 await asyncio.sleep(PAUSE_S)
@@ -95,7 +110,7 @@ class Intake:
 
     async def _append(self, entry: LogEntry) -> None:
         try:
-            appended = await self._log.append(entries.fitted(self._bus, entry))
+            appended = await self._admission.append(self._log, entries.fitted(self._bus, entry))
         except BodyConflict as error:
             logger.warning("refused a submission of tenant %r: %s", entry.tenant, error)
         else:
@@ -146,6 +161,11 @@ class Intake:
     def _count(self, name: str, stream: str) -> None:
         if self._recorder is not None:
             self._recorder.inc(name, stream=stream)
+
+
+def hold_s(deliveries: int) -> float:
+    """How long a submission of a model that has too much waiting stays away; it has come `deliveries` times."""
+    return min(LONGEST_HOLD_S, SHORTEST_HOLD_S * 2.0 ** min(deliveries - 1, 10))
 
 
 def _row_of(submitted: Submitted) -> ModelRow:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Collection
 
 from actors.group import GroupDied, MegatronGroup
 from actors.window import PassFailed, WindowIncomplete
@@ -23,6 +24,7 @@ from runtime.job import Job
 from runtime.sequencer import GAP, Sequencer, Turn
 from runtime.services import Services, patiently
 from runtime.settling import Settling
+from runtime.unfinished import Unfinished, report
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +44,7 @@ class Pipeline:
         self._accepted: dict[str, dict[int | None, float]] = {}
         """Per model: when each operation that waits was read."""
         self._last_accepted: dict[str, float] = {}
+        self._unfinished = Unfinished()
         self._running: dict[str, Job] = {}
         self._wake = asyncio.Event()
         self._slots = asyncio.Semaphore(DEPTH)
@@ -63,7 +66,10 @@ class Pipeline:
         settled = {key for key in known if key[0] in done_with}
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._read(settled))
+                tasks.create_task(self._read(settled, known.keys()))
+                tasks.create_task(
+                    report(self._s.tables.backlogs, self._s.log.group, self._unfinished, self._has_read_all)
+                )
                 tasks.create_task(self._watch_gaps())
                 tasks.create_task(self._report_replay())
                 tasks.create_task(self._watch_end())
@@ -81,12 +87,23 @@ class Pipeline:
                 found.setdefault(job.entry.model_id, []).append(job.accepted)
         return found
 
-    async def _read(self, settled: set[tuple[str, int | None]]) -> None:
-        """`settled`: operations of models that ended before this life; their state is not needed any more."""
+    def _has_read_all(self) -> bool:
+        """Whether everything that was on the log at the start is counted."""
+        return self.position >= self._replay_to
+
+    async def _read(
+        self, settled: set[tuple[str, int | None]], known: Collection[tuple[str, int | None]]
+    ) -> None:
+        """`settled`: operations of models that ended before this life; their state is not needed any more.
+
+        `known`: operations that have their result, and run again.
+        """
         async for entry in self._s.log.read(1):
             assert entry.position is not None
             self.position = entry.position
             self._s.recorder.inc("tinkerbus_bus_consumed_messages_total", stream="ops")
+            waits = (entry.model_id, entry.seq_id) not in known and not self._sequencer.ended(entry.model_id)
+            self._unfinished.read(entry, waits=waits)
             if (entry.model_id, entry.seq_id) not in settled:
                 now = time.monotonic()
                 self._accepted.setdefault(entry.model_id, {})[entry.seq_id] = now
@@ -135,6 +152,7 @@ class Pipeline:
                 self._accepted.pop(job.entry.model_id, None)
                 self._last_accepted.pop(job.entry.model_id, None)
             await self._settling.settle(job, job.outcome)
+            self._unfinished.finish(job.entry)
         finally:
             del self._running[job.entry.request_id]
             self._slots.release()
