@@ -279,7 +279,6 @@ async def test_past_the_limit_submissions_stay_in_the_queue_until_the_broker_ref
     service: Service, alice_alone: Client, model_id: str
 ) -> None:
     """Nothing that was acknowledged is lost, other models go on, and there is room again later."""
-    alice_alone.submit_timeout_s = 0.5
     other_id = f"{model_id}-other"
     await ensure_streams(service.bus, submit_max_msgs_per_model=3)
     try:
@@ -291,6 +290,7 @@ async def test_past_the_limit_submissions_stay_in_the_queue_until_the_broker_ref
             pending = [await model.optim_step(learning_rate=seq_id) for seq_id in range(1, 5)]
             await until(lambda: service.log.holds(model_id, 4))
             pending += [await model.optim_step(learning_rate=seq_id) for seq_id in range(5, 8)]
+            model.submit_timeout_s = 0.5
             with pytest.raises(QueueFull):
                 await model.optim_step(learning_rate=8)
             assert [await service.log.holds(model_id, seq_id) for seq_id in range(1, 8)] == [True] * 4 + [
@@ -299,7 +299,7 @@ async def test_past_the_limit_submissions_stay_in_the_queue_until_the_broker_ref
             elsewhere = await other.optim_step(learning_rate=0.5)
             await until(lambda: service.log.holds(other_id, 1))
             service.dispatcher.go.set()
-            alice_alone.submit_timeout_s = 20
+            model.submit_timeout_s = 20
             pending.append(await model.optim_step(learning_rate=8))
             rates = [(await step.result(WAIT_S)).metrics["learning_rate"] for step in pending]
             assert rates == [float(i) for i in range(1, 9)]
