@@ -17,7 +17,9 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from bus import subjects
+from bus.blobs import BlobRef
 from bus.connection import Bus
+from bus.log import TB_BLOB
 from bus.tables import BacklogRow, Table
 
 _POSITION, _SIZE = "Nats-Sequence", "Nats-Msg-Size"
@@ -119,6 +121,8 @@ class Backlog:
         headers = msg.headers or {}
         try:
             model_id = subjects.unescape(msg.subject.split(".")[-2])
-            self._appended(int(headers[_POSITION]), model_id, int(headers[_SIZE]))
+            blob = headers.get(TB_BLOB)
+            size = int(headers[_SIZE]) if blob is None else BlobRef.parse(blob).size
+            self._appended(int(headers[_POSITION]), model_id, size)
         except (KeyError, ValueError):
             return  # not an announcement

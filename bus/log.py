@@ -1,7 +1,8 @@
 """The OPS log: every operation, once, in the order in which it was accepted.
 
 An operation's identity is its subject, `(group, model_id, seq_id)`. Appends demand that the subject is still empty,
-so of two writers one wins and the other learns what is there. The log is read from a position, as from Kafka:
+so of two writers one wins and the other learns what is there. A body that is too large for one message is stored
+apart, and its entry carries a reference. The log is read from a position, as from Kafka:
 nothing is redelivered because work was slow, and nothing on the broker remembers the reader.
 """
 
@@ -11,24 +12,26 @@ import asyncio
 import contextlib
 import hashlib
 import time
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Collection
+from dataclasses import dataclass, replace
 
 import nats.errors
 from nats.aio.msg import Msg
 
 from bus import codec, scan, subjects
+from bus.blobs import BlobRef, Blobs
 from bus.connection import BrokerError, BrokerUnreachable, Bus
 from bus.errors import newer_format
 from bus.events import FORMAT, Op, request_id
 from bus.publish import StreamFull, SubjectTaken, store
 
-CONTENT_TYPE, TB_FORMAT, TB_TENANT, TB_VERB, TB_HASH = (
+CONTENT_TYPE, TB_FORMAT, TB_TENANT, TB_VERB, TB_HASH, TB_BLOB = (
     "Content-Type",
     "Tb-Format",
     "Tb-Tenant",
     "Tb-Verb",
     "Tb-Hash",
+    "Tb-Blob",
 )
 
 _POLL_S = 1.0
@@ -64,13 +67,20 @@ class LogEntry:
     position: int | None = None
     """The entry's sequence number in the stream; None before it is appended."""
     format: int = FORMAT
+    blob: BlobRef | None = None
+    """Where the body is, when it is not here: `OpsLog.whole` brings it."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the body, wherever it is."""
+        return len(self.body) if self.blob is None else self.blob.size
 
     @property
     def request_id(self) -> str:
         return request_id(self.model_id, self.seq_id)
 
     def op(self) -> Op:
-        """The decoded operation. Raises CodecError, NewerFormat."""
+        """The decoded operation of an entry that holds its body. Raises CodecError, NewerFormat."""
         return codec.decode_op(self.body, self.content_type, self.format)
 
 
@@ -107,6 +117,7 @@ class OpsLog:
 
     def __init__(self, bus: Bus, group: str) -> None:
         self._bus = bus
+        self._blobs = Blobs(bus, group)
         self.group = group
         self._filter = f"{subjects.PREFIX}.ops.{subjects.escape(group)}.*.*"
         self.skipped = 0
@@ -116,9 +127,27 @@ class OpsLog:
         """Store one operation; returns once the broker has it on disk.
 
         A lost answer is asked for again until `timeout_s` is up, and then raises BrokerUnreachable: the operation
-        may or may not be there, and appending it once more settles that. Raises BodyConflict, LogFull,
-        MessageTooLarge.
+        may or may not be there, and appending it once more settles that. A body of any size is taken. Raises
+        BodyConflict, LogFull.
         """
+        ref = self._blobs.ref(entry.body)
+        if ref is None:
+            return await self._append(entry, timeout_s)
+        existing = await self.get(entry.model_id, entry.seq_id)
+        if existing is not None:
+            return self._compared(entry, existing)
+        try:
+            await self._blobs.put(entry.model_id, entry.seq_id, ref, entry.body)
+        except StreamFull as error:
+            raise LogFull(str(error)) from None
+        try:
+            return await self._append(replace(entry, body=b"", blob=ref), timeout_s)
+        except BodyConflict as error:
+            if error.existing.blob != ref:
+                await self._blobs.drop(entry.model_id, entry.seq_id, ref)
+            raise
+
+    async def _append(self, entry: LogEntry, timeout_s: float) -> Appended:
         doing = f"operation {entry.request_id}"
         headers = {
             CONTENT_TYPE: entry.content_type,
@@ -127,6 +156,8 @@ class OpsLog:
             TB_VERB: entry.verb,
             TB_HASH: entry.body_hash,
         }
+        if entry.blob is not None:
+            headers[TB_BLOB] = str(entry.blob)
         subject = subjects.ops(self.group, entry.model_id, entry.seq_id)
         deadline = time.monotonic() + timeout_s
         while True:
@@ -160,9 +191,25 @@ class OpsLog:
         return Appended(existing.position, duplicate=True)
 
     async def get(self, model_id: str, seq_id: int | None) -> LogEntry | None:
-        """The entry of one identity. Raises BrokerUnreachable."""
+        """The entry of one identity, as `read` gives it. Raises BrokerUnreachable."""
         found = await scan.last_of(self._bus, subjects.OPS_STREAM, subjects.ops(self.group, model_id, seq_id))
         return None if found is None else _entry(found)
+
+    async def whole(self, entry: LogEntry) -> LogEntry:
+        """The entry with its body, wherever that is. Raises BlobLost, BrokerUnreachable."""
+        if entry.blob is None:
+            return entry
+        body = await self._blobs.get(entry.model_id, entry.seq_id, entry.blob)
+        return replace(entry, body=body, blob=None)
+
+    async def forget(self, model_id: str) -> None:
+        """Remove what is stored apart of a model that has ended and will not be replayed. Idempotent."""
+        await self._blobs.drop_model(model_id)
+
+    async def forget_all(self, ended: Collection[str]) -> None:
+        """`forget` every one of these models that still has anything."""
+        for model_id in await self._blobs.models() & set(ended):
+            await self.forget(model_id)
 
     async def holds(self, model_id: str, seq_id: int | None) -> bool:
         """Whether there is an entry of that identity; its body stays where it is. Raises BrokerUnreachable."""
@@ -173,7 +220,7 @@ class OpsLog:
         return await scan.last_position(self._bus, subjects.OPS_STREAM)
 
     async def read(self, from_position: int = 1) -> AsyncGenerator[LogEntry, None]:
-        """Every entry from `from_position` on, then new ones as they come, for ever.
+        """Every entry from `from_position` on, then new ones as they come, for ever. Large bodies stay where they are.
 
         Outlives broker restarts and lost wake-ups: what is next is asked for by position, at every announcement, at
         every reconnection and once a second. Messages without our headers are skipped and counted. Raises
@@ -239,6 +286,7 @@ def _entry(message: scan.StoredMessage) -> LogEntry | None:
             body_hash=message.headers[TB_HASH],
             position=message.position,
             format=int(message.headers[TB_FORMAT]),
+            blob=BlobRef.parse(message.headers[TB_BLOB]) if TB_BLOB in message.headers else None,
         )
     except (KeyError, ValueError):
         return None

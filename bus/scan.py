@@ -89,8 +89,13 @@ async def last_position(bus: Bus, stream: str) -> int:
 
 async def holds(bus: Bus, stream: str, subject: str) -> bool:
     """Whether the stream has a message on the subject. Raises BrokerUnreachable, BrokerError."""
-    found = await _state(bus, stream, json.dumps({"subjects_filter": subject}).encode())
-    return bool(found.get("subjects"))
+    return bool(await subjects_of(bus, stream, subject))
+
+
+async def subjects_of(bus: Bus, stream: str, subject_filter: str) -> list[str]:
+    """The subjects that have messages, the first 100,000 of them. Raises BrokerUnreachable, BrokerError."""
+    found = await _state(bus, stream, json.dumps({"subjects_filter": subject_filter}).encode())
+    return list(found.get("subjects") or ())
 
 
 async def _state(bus: Bus, stream: str, request: bytes) -> dict[str, Any]:

@@ -26,7 +26,7 @@ class Admission:
     """The limits of one group, kept by one server."""
 
     def __init__(self, limits: Limits, backlog: Backlog, ledger: Ledger) -> None:
-        self._limits = limits
+        self.limits = limits
         self._backlog = backlog
         self._ledger = ledger
 
@@ -38,23 +38,23 @@ class Admission:
             excess = self._excess(entry)
             if excess is not None and not await self._always(log, entry):
                 raise QueueFull(excess)
-        with self._backlog.appending(entry.model_id, len(entry.body)) as appended_at:
+        with self._backlog.appending(entry.model_id, entry.size) as appended_at:
             appended = await log.append(entry)
             if not appended.duplicate:
                 appended_at(appended.position)
         return appended
 
     def _excess(self, entry: LogEntry) -> str | None:
-        limits = self._limits
+        limits = self.limits
         return over(
             self._backlog.of(entry.model_id),
-            len(entry.body),
+            entry.size,
             f"model_id {entry.model_id!r}",
             ("limits.max_model_ops", limits.max_model_ops),
             ("limits.max_model_bytes", limits.max_model_bytes),
         ) or over(
             self._backlog.total,
-            len(entry.body),
+            entry.size,
             "this server",
             ("limits.max_group_ops", limits.max_group_ops),
             ("limits.max_group_bytes", limits.max_group_bytes),

@@ -163,6 +163,9 @@ class Limits(Section, frozen=True):
     """Tokens in one datum; 0 for the base model's context length."""
     max_datums_per_request: CountOrZero = 0
     """Datums in one forward_backward; 0 for no limit."""
+    max_datum_bytes: CountOrZero = 32 * 1024**2
+    """Bytes of one datum as it is sent; 0 for no limit but `http.max_body_bytes`. What the broker cannot carry in one
+    message is stored apart from the log."""
     max_resident_models: CountOrZero = 0
     """Models in the ranks' memory; the one used longest ago is put away on disk and comes back with the same bits.
     0 for no limit."""

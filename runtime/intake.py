@@ -14,10 +14,10 @@ import time
 
 from msgspec.structs import replace
 
-from bus.codec import JSON, MSGPACK, PROTOBUF
+from bus.codec import JSON, MSGPACK, PROTOBUF, datum_sizes, encode
 from bus.connection import BrokerUnreachable, Bus
 from bus.errors import CodecError
-from bus.events import CreateModel, Failed, Result
+from bus.events import CreateModel, Failed, ForwardBackward, Result, Submission
 from bus.log import BodyConflict, LogEntry, LogFull, OpsLog
 from bus.results import Results
 from bus.submit import SubmitReader, Submitted
@@ -85,7 +85,7 @@ class Intake:
                 return
 
     async def _settle(self, submitted: Submitted) -> None:
-        entry = entry_of(submitted)
+        entry = entry_of(submitted, self._admission.limits.max_datum_bytes)
         if entry is None:
             self.dropped += 1
             logger.warning(
@@ -110,7 +110,7 @@ class Intake:
 
     async def _append(self, entry: LogEntry) -> None:
         try:
-            appended = await self._admission.append(self._log, entries.fitted(self._bus, entry))
+            appended = await self._admission.append(self._log, entry)
         except BodyConflict as error:
             logger.warning("refused a submission of tenant %r: %s", entry.tenant, error)
         else:
@@ -182,9 +182,26 @@ def _uncreated(row: ModelRow) -> ModelRow:
     return replace(row, base_model="", lora=None, status="failed")
 
 
-def entry_of(submitted: Submitted) -> LogEntry | None:
-    """What goes onto the log for a submission; None where its number cannot be read."""
-    tenant, model_id, submission = submitted.tenant, submitted.model_id, submitted.submission
+def _within(submitted: Submitted, max_datum_bytes: int) -> Submission | CodecError:
+    """The submission, or what is wrong with the size of its datums."""
+    submission, body = submitted.submission, submitted.body
+    if isinstance(submission, CodecError) or not isinstance(submission.op, ForwardBackward):
+        return submission
+    if not max_datum_bytes or len(body) <= max_datum_bytes:
+        return submission
+    protobuf = submitted.content_type == PROTOBUF
+    sizes = datum_sizes(body) if protobuf else [len(encode(datum)) for datum in submission.op.data]
+    wrong = entries.too_large(sizes, max_datum_bytes)
+    if wrong is None:
+        return submission
+    wrong.seq_id = submission.seq_id
+    return wrong
+
+
+def entry_of(submitted: Submitted, max_datum_bytes: int = 0) -> LogEntry | None:
+    """What goes onto the log for a submission; None where its number cannot be read. 0 is no limit."""
+    tenant, model_id = submitted.tenant, submitted.model_id
+    submission = _within(submitted, max_datum_bytes)
     if isinstance(submission, CodecError):
         if submission.seq_id is None:
             return None

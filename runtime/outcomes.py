@@ -80,6 +80,10 @@ def failed_on_ranks(error: BaseException) -> Failed:
     return Failed(error=f"the operation failed on the ranks and changed nothing: {error}", category="server")
 
 
+def body_lost(error: str) -> Failed:
+    return Failed(error=f"the operation did not run: {error}", category="server")
+
+
 def too_large(error: str) -> Failed:
     return Failed(
         error=f"the operation took effect, but its result cannot be delivered: {error}", category="user"

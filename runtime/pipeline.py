@@ -16,7 +16,7 @@ from actors.group import GroupDied, MegatronGroup
 from actors.window import PassFailed, WindowIncomplete
 from bus import codec
 from bus.events import Failed, Refused
-from bus.log import BodyConflict
+from bus.log import BodyConflict, LogEntry
 from bus.log import entry as log_entry
 from runtime import outcomes
 from runtime.hand_over import HandOver
@@ -38,7 +38,7 @@ class Pipeline:
 
     def __init__(self, services: Services, group: MegatronGroup) -> None:
         self._s = services
-        self._hand_over = HandOver(services.settings, group)
+        self._hand_over = HandOver(services.settings, group, self._whole)
         self._sequencer = Sequencer()
         self._settling: Settling
         self._accepted: dict[str, dict[int | None, float]] = {}
@@ -63,6 +63,7 @@ class Pipeline:
         self._settling = Settling(self._s, known)
         rows = await self._s.tables.models.all()
         done_with = {str(model_id) for model_id, row in rows.items() if row.status == "unloaded"}
+        await patiently(lambda: self._s.log.forget_all(done_with))
         settled = {key for key in known if key[0] in done_with}
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -86,6 +87,9 @@ class Pipeline:
             if job.entry.seq_id is not None:  # a model that is being unloaded has no queue any more
                 found.setdefault(job.entry.model_id, []).append(job.accepted)
         return found
+
+    async def _whole(self, entry: LogEntry) -> LogEntry:
+        return await patiently(lambda: self._s.log.whole(entry))
 
     def _has_read_all(self) -> bool:
         """Whether everything that was on the log at the start is counted."""

@@ -61,6 +61,7 @@ class Settling:
         if isinstance(outcome, ModelUnloaded):
             self._s.recorder.remove(model=entry.model_id)
             await self._set_status(entry.model_id, "unloaded")
+            await patiently(lambda: self._s.log.forget(entry.model_id))
 
     async def _publish(self, entry: LogEntry, outcome: Outcome) -> Published:
         replayed = (entry.model_id, entry.seq_id) in self._known

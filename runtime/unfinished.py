@@ -25,7 +25,7 @@ class Unfinished:
         assert entry.position is not None, "entries come from the log"
         self.position = entry.position
         if waits:
-            self._models.setdefault(entry.model_id, {})[entry.seq_id] = len(entry.body)
+            self._models.setdefault(entry.model_id, {})[entry.seq_id] = entry.size
 
     def finish(self, entry: LogEntry) -> None:
         """It has its result. A model that has ended has no operations any more."""

@@ -26,9 +26,8 @@ PUBLISHED = "tinkerbus_bus_published_messages_total"
 
 async def accept(deps: Deps, entry: LogEntry) -> Response:
     """Append, and answer with the future. 400 where the number holds another body. Raises QueueFull."""
-    entry = entries.fitted(deps.bus, entry)
     try:
-        async with deps.large if len(entry.body) > INLINE_BYTES else contextlib.nullcontext():
+        async with deps.large if entry.size > INLINE_BYTES else contextlib.nullcontext():
             appended = await deps.admission.append(deps.log, entry)
     except BodyConflict:
         raise HTTPException(

@@ -134,7 +134,7 @@ class StandInDispatcher:
 
     async def _outcome(self, entry: LogEntry) -> Outcome:
         try:
-            op = entry.op()
+            op = (await self._log.whole(entry)).op()
         except CodecError as error:
             return Failed(error=str(error), category="user", field=error.field)
         match op:

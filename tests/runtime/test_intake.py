@@ -323,3 +323,17 @@ async def test_a_submission_whose_turn_it_is_gets_in_however_much_waits(
 
 def test_what_is_held_back_stays_away_longer_each_time_up_to_a_limit() -> None:
     assert [hold_s(deliveries) for deliveries in (1, 2, 3, 4, 5, 10**6)] == [0.25, 0.5, 1.0, 2.0, 4.0, 4.0]
+
+
+async def test_a_datum_above_the_limit_is_refused_by_name_and_uses_up_its_number(
+    service: Service, alice_alone: Client, model_id: str
+) -> None:
+    async with taking(service, Limits(max_datum_bytes=10_000)):
+        model = await alice_alone.create_model(model_id, base_model="tiny", lora=LORA)
+        fits, large = datum([1] * 500, target_tokens=[8] * 500), datum([1] * 2000, target_tokens=[8] * 2000)
+        await model.forward_backward([fits, large])
+        after = await model.forward_backward([fits, fits])
+        error = await error_of(model, 1)
+        assert error.startswith("data[1]|data[1] has 2")
+        assert "the limit is 10000 (limits.max_datum_bytes)" in error
+        assert (await after.result(WAIT_S)).metrics["loss:sum"] == 1000.0
