@@ -17,9 +17,8 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from bus import subjects
-from bus.blobs import BlobRef
+from bus.blobs import TB_BLOB, BlobRef
 from bus.connection import Bus
-from bus.log import TB_BLOB
 from bus.tables import BacklogRow, Table
 
 _POSITION, _SIZE = "Nats-Sequence", "Nats-Msg-Size"
@@ -55,7 +54,8 @@ class Backlog:
         pattern = subjects.stored(f"{subjects.PREFIX}.ops.{subjects.escape(group)}.*.*")
         try:
             backlog._subscription = await bus.nc.subscribe(pattern, cb=backlog._announced)
-        except nats.errors.Error as error:
+            await bus.nc.flush()  # what others append from here on is announced to us
+        except (nats.errors.Error, TimeoutError) as error:
             raise bus.unreachable("listening for operations", error) from None
         return backlog
 

@@ -1,8 +1,7 @@
-"""Claim check: bodies that the broker cannot carry in one message, in a stream of their own, in pieces.
+"""Claim check: bodies that the broker cannot carry in one message, in pieces on subjects of their own.
 
-What travels instead is a reference: hash, size, and the length of a piece. A blob's subjects name its operation and
-its hash, so that writing it again changes nothing, and two bodies under one number do not mix. It is dropped with
-its model: until then a replay needs it.
+What travels instead is a reference: hash, size, and the length of a piece. A piece's subject is made of what the body
+belongs to and the reference, so that writing it again changes nothing, and two bodies of one operation do not mix.
 """
 
 from __future__ import annotations
@@ -11,10 +10,12 @@ import asyncio
 import hashlib
 from dataclasses import dataclass
 
-from bus import scan, subjects
+from bus import scan
 from bus.connection import HEADER_ROOM, BrokerError, Bus
 from bus.publish import SubjectTaken, store
 
+TB_BLOB = "Tb-Blob"
+"""The header that carries the reference, of a message without a body."""
 PIECE_BYTES = 2**20
 """At most; a broker's `max_payload` may ask for less."""
 
@@ -23,7 +24,7 @@ _TRIES, _PAUSE_S = 5, 0.1
 
 
 class BlobLost(BrokerError):
-    """The blob is not there, or not whole."""
+    """The body is not there any more, or not whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,71 +54,56 @@ class BlobRef:
         return ref
 
 
-class Blobs:
-    """The blobs of one group's operations."""
+def reference(bus: Bus, body: bytes) -> BlobRef | None:
+    """What has to stand for this body, or None where it fits into a message."""
+    most = bus.max_payload - HEADER_ROOM
+    if len(body) <= most:
+        return None
+    return BlobRef(_hash(body), len(body), min(most, PIECE_BYTES))
 
-    def __init__(self, bus: Bus, group: str) -> None:
-        self._bus = bus
-        self._group = group
 
-    def ref(self, body: bytes) -> BlobRef | None:
-        """The reference that has to stand for this body, or None where it fits into a message."""
-        most = self._bus.max_payload - HEADER_ROOM
-        if len(body) <= most:
-            return None
-        return BlobRef(_hash(body), len(body), min(most, PIECE_BYTES))
+async def put(bus: Bus, prefix: str, ref: BlobRef, body: bytes, *, doing: str) -> None:
+    """Store the body on `<prefix>.<ref>.<number of the piece>`. Raises StreamFull, BrokerUnreachable.
 
-    async def put(self, model_id: str, seq_id: int | None, ref: BlobRef, body: bytes) -> None:
-        """Store the body. Raises StreamFull, BrokerUnreachable; what is there then may be written again or dropped."""
-        view = memoryview(body)
-        for i in range(ref.pieces):
-            try:
-                await store(
-                    self._bus,
-                    subjects.blob(self._group, model_id, seq_id, str(ref), i),
-                    bytes(view[i * ref.piece : (i + 1) * ref.piece]),
-                    {},
-                    doing=f"the body of number {subjects.seq_token(seq_id)} of model {model_id!r}",
-                    expected_revision=0,
-                    timeout_s=_TIMEOUT_S,
-                )
-            except SubjectTaken:
-                continue  # the same piece: its subject names what it holds
-
-    async def get(self, model_id: str, seq_id: int | None, ref: BlobRef) -> bytes:
-        """The body, compared with its hash. Raises BlobLost, BrokerUnreachable."""
-        pattern = subjects.blob(self._group, model_id, seq_id, str(ref), None)
-        pieces: dict[int, bytes] = {}
-        position, tries = 1, _TRIES
-        while len(pieces) < ref.pieces and tries > 0:
-            found = await scan.batch(self._bus, subjects.BLOB_STREAM, pattern, position)
-            for message in found:
-                position = message.position + 1
-                pieces[int(message.subject.rpartition(".")[2])] = message.data
-            if not found:  # lost, or not yet on the replica of the stream that was asked
-                tries -= 1
-                await asyncio.sleep(_PAUSE_S if tries else 0)
-        body = b"".join(pieces[i] for i in sorted(pieces))
-        if len(body) != ref.size or _hash(body) != ref.hash:
-            raise BlobLost(
-                f"the body of number {subjects.seq_token(seq_id)} of model {model_id!r} had {ref.size} bytes with hash "
-                f"{ref.hash}; {len(body)} bytes in {len(pieces)} of {ref.pieces} pieces are there"
+    What is there then may be written again, or dropped.
+    """
+    view = memoryview(body)
+    for i in range(ref.pieces):
+        piece = bytes(view[i * ref.piece : (i + 1) * ref.piece])
+        try:
+            await store(
+                bus, f"{prefix}.{ref}.{i}", piece, {}, doing=doing, expected_revision=0, timeout_s=_TIMEOUT_S
             )
-        return body
+        except SubjectTaken:
+            continue  # the same piece: its subject names what it holds
 
-    async def drop(self, model_id: str, seq_id: int | None, ref: BlobRef) -> None:
-        """Remove one body; again is the same. Raises BrokerUnreachable."""
-        pattern = subjects.blob(self._group, model_id, seq_id, str(ref), None)
-        await scan.purge(self._bus, subjects.BLOB_STREAM, pattern)
 
-    async def drop_model(self, model_id: str) -> None:
-        """Remove every body of a model; again is the same. Raises BrokerUnreachable."""
-        await scan.purge(self._bus, subjects.BLOB_STREAM, subjects.blobs(self._group, model_id))
+async def get(bus: Bus, stream: str, prefix: str, ref: BlobRef, *, what: str) -> bytes:
+    """The body, compared with its hash. Raises BlobLost, BrokerUnreachable."""
+    pieces: list[bytes] = []
+    for i in range(ref.pieces):
+        found = await scan.last_of(bus, stream, f"{prefix}.{ref}.{i}")
+        for _ in range(_TRIES):  # it may not be on the replica of the stream that was asked
+            if found is not None:
+                break
+            await asyncio.sleep(_PAUSE_S)
+            found = await scan.last_of(bus, stream, f"{prefix}.{ref}.{i}")
+        if found is None:
+            raise BlobLost(
+                f"{what} had {ref.size} bytes; piece {i + 1} of {ref.pieces} is not there any more"
+            )
+        pieces.append(found.data)
+    body = b"".join(pieces)
+    if len(body) != ref.size or _hash(body) != ref.hash:
+        raise BlobLost(
+            f"{what} had {ref.size} bytes with hash {ref.hash}; what is there has hash {_hash(body)}"
+        )
+    return body
 
-    async def models(self) -> set[str]:
-        """The models that have any. Raises BrokerUnreachable."""
-        found = await scan.subjects_of(self._bus, subjects.BLOB_STREAM, subjects.blobs(self._group, None))
-        return {subjects.unescape(subject.split(".")[4]) for subject in found}
+
+async def drop(bus: Bus, stream: str, prefix: str, ref: BlobRef) -> None:
+    """Remove one body; again is the same. Raises BrokerUnreachable."""
+    await scan.purge(bus, stream, f"{prefix}.{ref}.*")
 
 
 def _hash(body: bytes) -> str:

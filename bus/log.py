@@ -18,20 +18,19 @@ from dataclasses import dataclass, replace
 import nats.errors
 from nats.aio.msg import Msg
 
-from bus import codec, scan, subjects
-from bus.blobs import BlobRef, Blobs
+from bus import blobs, codec, scan, subjects
+from bus.blobs import TB_BLOB, BlobRef
 from bus.connection import BrokerError, BrokerUnreachable, Bus
 from bus.errors import newer_format
 from bus.events import FORMAT, Op, request_id
 from bus.publish import StreamFull, SubjectTaken, store
 
-CONTENT_TYPE, TB_FORMAT, TB_TENANT, TB_VERB, TB_HASH, TB_BLOB = (
+CONTENT_TYPE, TB_FORMAT, TB_TENANT, TB_VERB, TB_HASH = (
     "Content-Type",
     "Tb-Format",
     "Tb-Tenant",
     "Tb-Verb",
     "Tb-Hash",
-    "Tb-Blob",
 )
 
 _POLL_S = 1.0
@@ -117,7 +116,6 @@ class OpsLog:
 
     def __init__(self, bus: Bus, group: str) -> None:
         self._bus = bus
-        self._blobs = Blobs(bus, group)
         self.group = group
         self._filter = f"{subjects.PREFIX}.ops.{subjects.escape(group)}.*.*"
         self.skipped = 0
@@ -130,21 +128,22 @@ class OpsLog:
         may or may not be there, and appending it once more settles that. A body of any size is taken. Raises
         BodyConflict, LogFull.
         """
-        ref = self._blobs.ref(entry.body)
+        ref = blobs.reference(self._bus, entry.body)
         if ref is None:
             return await self._append(entry, timeout_s)
         existing = await self.get(entry.model_id, entry.seq_id)
         if existing is not None:
             return self._compared(entry, existing)
+        prefix = subjects.blob(self.group, entry.model_id, entry.seq_id)
         try:
-            await self._blobs.put(entry.model_id, entry.seq_id, ref, entry.body)
+            await blobs.put(self._bus, prefix, ref, entry.body, doing=f"the body of {entry.request_id}")
         except StreamFull as error:
             raise LogFull(str(error)) from None
         try:
             return await self._append(replace(entry, body=b"", blob=ref), timeout_s)
         except BodyConflict as error:
             if error.existing.blob != ref:
-                await self._blobs.drop(entry.model_id, entry.seq_id, ref)
+                await blobs.drop(self._bus, subjects.BLOB_STREAM, prefix, ref)
             raise
 
     async def _append(self, entry: LogEntry, timeout_s: float) -> Appended:
@@ -199,16 +198,19 @@ class OpsLog:
         """The entry with its body, wherever that is. Raises BlobLost, BrokerUnreachable."""
         if entry.blob is None:
             return entry
-        body = await self._blobs.get(entry.model_id, entry.seq_id, entry.blob)
+        prefix = subjects.blob(self.group, entry.model_id, entry.seq_id)
+        what = f"the body of {entry.request_id}"
+        body = await blobs.get(self._bus, subjects.BLOB_STREAM, prefix, entry.blob, what=what)
         return replace(entry, body=body, blob=None)
 
     async def forget(self, model_id: str) -> None:
         """Remove what is stored apart of a model that has ended and will not be replayed. Idempotent."""
-        await self._blobs.drop_model(model_id)
+        await scan.purge(self._bus, subjects.BLOB_STREAM, subjects.blobs(self.group, model_id))
 
     async def forget_all(self, ended: Collection[str]) -> None:
         """`forget` every one of these models that still has anything."""
-        for model_id in await self._blobs.models() & set(ended):
+        stored = await scan.subjects_of(self._bus, subjects.BLOB_STREAM, subjects.blobs(self.group))
+        for model_id in {subjects.split(subject)[2] for subject in stored} & set(ended):
             await self.forget(model_id)
 
     async def holds(self, model_id: str, seq_id: int | None) -> bool:

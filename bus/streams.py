@@ -70,7 +70,7 @@ async def ensure_streams(
         bus,
         api.StreamConfig(
             name=subjects.RESULTS_STREAM,
-            subjects=[f"{subjects.PREFIX}.results.*.*.*"],
+            subjects=[f"{subjects.PREFIX}.results.*.*.*", f"{subjects.PREFIX}.results.*.*.*.*.*"],
             retention=api.RetentionPolicy.LIMITS,
             discard=api.DiscardPolicy.OLD,
             max_age=results_ttl_s,

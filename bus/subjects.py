@@ -4,6 +4,7 @@ tinker.v1.submit.<tenant>.<model_id>              event clients publish here
 tinker.v1.ops.<group>.<model_id>.<seq_id>         the log; the last token is "end" for unload_model
 tinker.v1.blobs.<group>.<model_id>.<seq_id>.<ref>.<piece>   bodies of the log that are too large for one message
 tinker.v1.results.<tenant>.<model_id>.<seq_id>    one result per operation
+tinker.v1.results.<tenant>.<model_id>.<seq_id>.<ref>.<piece>   a result that is too large for one message
 tinker.v1.stored.ops|results.…                    headers of what was just stored on the two subjects above
 tinker.v1.metrics.<process>                       metric snapshots, not stored
 """
@@ -66,16 +67,15 @@ def ops(group: str, model_id: str, seq_id: int | None) -> str:
     return f"{PREFIX}.ops.{escape(group)}.{escape(model_id)}.{seq_token(seq_id)}"
 
 
-def blob(group: str, model_id: str, seq_id: int | None, ref: str, piece: int | None) -> str:
-    """One piece of a body, or all of them."""
-    last = "*" if piece is None else str(piece)
-    return f"{PREFIX}.blobs.{escape(group)}.{escape(model_id)}.{seq_token(seq_id)}.{ref}.{last}"
-
-
-def blobs(group: str, model_id: str | None) -> str:
-    """Every piece of one model, or of the group."""
+def blobs(group: str, model_id: str | None = None) -> str:
+    """All bodies of a group's operations, or of a model's."""
     whose = "" if model_id is None else f"{escape(model_id)}."
     return f"{PREFIX}.blobs.{escape(group)}.{whose}>"
+
+
+def blob(group: str, model_id: str, seq_id: int | None) -> str:
+    """What the subjects of one operation's body begin with."""
+    return f"{PREFIX}.blobs.{escape(group)}.{escape(model_id)}.{seq_token(seq_id)}"
 
 
 def results(tenant: str, model_id: str, seq_id: int | None) -> str:

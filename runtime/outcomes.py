@@ -82,9 +82,3 @@ def failed_on_ranks(error: BaseException) -> Failed:
 
 def body_lost(error: str) -> Failed:
     return Failed(error=f"the operation did not run: {error}", category="server")
-
-
-def too_large(error: str) -> Failed:
-    return Failed(
-        error=f"the operation took effect, but its result cannot be delivered: {error}", category="user"
-    )

@@ -14,13 +14,11 @@ from typing import Literal
 import msgspec
 
 from bus import codec
-from bus.connection import MessageTooLarge
 from bus.events import Failed, ForwardBackwardDone, ModelUnloaded, OptimStepDone, Outcome, Result
 from bus.ledger import LedgerRow
 from bus.log import LogEntry
 from bus.results import Published
 from observability.training import record_forward_backward, record_optim_step
-from runtime import outcomes
 from runtime.job import Job
 from runtime.services import Services, patiently
 
@@ -70,13 +68,7 @@ class Settling:
         result = Result(
             request_id=entry.request_id, model_id=entry.model_id, seq_id=entry.seq_id, outcome=outcome
         )
-        try:
-            published = await self._s.results.publish(entry.tenant, result, _answered_in(entry, outcome))
-        except MessageTooLarge as error:
-            too_large = msgspec.structs.replace(result, outcome=outcomes.too_large(str(error)))
-            published = await self._s.results.publish(
-                entry.tenant, too_large, _answered_in(entry, too_large.outcome)
-            )
+        published = await self._s.results.publish(entry.tenant, result, _answered_in(entry, outcome))
         if published is Published.NEW:
             self._s.recorder.inc("tinkerbus_bus_published_messages_total", stream="results")
         return published
