@@ -38,6 +38,7 @@ __all__ = [
     "PROTOBUF",
     "CodecError",
     "NewerFormat",
+    "datum_sizes",
     "decode_op",
     "decode_result",
     "decode_submission",
@@ -158,6 +159,11 @@ def peek_forward_backward(body: bytes) -> tuple[str, int]:
     """(model_id, seq_id) of an SDK protobuf body. Raises CodecError where it does not parse."""
     request = sdk_wire.parse_request(body)
     return str(request.model_id), int(request.seq_id)
+
+
+def datum_sizes(body: bytes) -> list[int]:
+    """Bytes of each datum in an SDK protobuf body. Raises CodecError where it does not parse."""
+    return [datum.ByteSize() for datum in sdk_wire.parse_request(body).data]
 
 
 def result_to_sdk_protobuf(done: ForwardBackwardDone) -> bytes:

@@ -72,6 +72,15 @@ class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
     """Why the group refuses to start."""
 
 
+class BacklogRow(msgspec.Struct, frozen=True, kw_only=True):
+    """What a group's dispatcher says of operations that have no result yet; by group name."""
+
+    position: int = 0
+    """The log up to here is counted."""
+    models: dict[str, tuple[int, int]] = {}
+    """Operations and their bytes, per model that has any."""
+
+
 T = TypeVar("T", bound=msgspec.Struct)
 
 
@@ -201,10 +210,17 @@ async def existing_table(bus: Bus, name: str, row_type: type[T]) -> Table[T] | N
 class Tables:
     """The tables of the service. `await Tables.open(bus)`."""
 
-    def __init__(self, sessions: Table[SessionRow], models: Table[ModelRow], groups: Table[GroupRow]) -> None:
+    def __init__(
+        self,
+        sessions: Table[SessionRow],
+        models: Table[ModelRow],
+        groups: Table[GroupRow],
+        backlogs: Table[BacklogRow],
+    ) -> None:
         self.sessions = sessions
         self.models = models
         self.groups = groups
+        self.backlogs = backlogs
 
     @classmethod
     async def open(cls, bus: Bus, *, replicas: int = 1) -> Tables:
@@ -212,4 +228,5 @@ class Tables:
             sessions=await open_table(bus, "tinker_sessions", SessionRow, replicas=replicas),
             models=await open_table(bus, MODELS, ModelRow, replicas=replicas),
             groups=await open_table(bus, "tinker_groups", GroupRow, replicas=replicas),
+            backlogs=await open_table(bus, "tinker_backlogs", BacklogRow, replicas=replicas),
         )

@@ -6,13 +6,14 @@ Everything that can be refused is refused here, for that operation alone, before
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from actors.engine import StepOutput
 from actors.group import MegatronGroup, RequestOutput
 from actors.packing import PackedRequest, PackingConfig, pack
 from actors.tenants import TenantConfig
+from bus.blobs import BlobLost
 from bus.errors import CodecError
 from bus.events import (
     CreateModel,
@@ -49,8 +50,12 @@ def packing(settings: Settings) -> PackingConfig:
 class HandOver:
     """Decides each turn of one group's life."""
 
-    def __init__(self, settings: Settings, group: MegatronGroup) -> None:
+    def __init__(
+        self, settings: Settings, group: MegatronGroup, whole: Callable[[LogEntry], Awaitable[LogEntry]]
+    ) -> None:
+        """`whole` brings the body of an entry whose body is stored apart. Raises BlobLost."""
         self._settings = settings
+        self._whole = whole
         self._spec = group.spec
         self._passes = Passes(group)
         self._packing = packing(settings)
@@ -92,10 +97,15 @@ class HandOver:
                 job.outcome = outcomes.not_created(entry.model_id, self._not_created[entry.model_id])
             elif entry.model_id in self._lost_models and entry.seq_id is not None:
                 job.outcome = outcomes.model_lost(entry.model_id, self._lost_models[entry.model_id])
-            elif given_up:
-                self._give_up(job, await _beside(entry, entry.op), given_up)
             else:
-                await self._hand_over(job, await _beside(entry, entry.op))
+                whole = await self._whole(entry)
+                op = await _beside(entry, whole.op)
+                if given_up:
+                    self._give_up(job, op, given_up)
+                else:
+                    await self._hand_over(job, op)
+        except BlobLost as error:
+            job.outcome = outcomes.body_lost(str(error))
         except CodecError as error:
             job.outcome = Failed(error=str(error), category="user", field=error.field)
         except Refusal as refusal:
@@ -184,6 +194,6 @@ def _number(entry: LogEntry) -> int:
 
 async def _beside(entry: LogEntry, work: Callable[[], T]) -> T:
     """`work` for this entry: at once when it is small, in a thread when it would hold up the event loop."""
-    if len(entry.body) <= LARGE_BODY:
+    if entry.size <= LARGE_BODY:
         return work()
     return await asyncio.to_thread(work)

@@ -92,7 +92,5 @@ def given_up(tries: int) -> Failed:
     )
 
 
-def too_large(error: str) -> Failed:
-    return Failed(
-        error=f"the operation took effect, but its result cannot be delivered: {error}", category="user"
-    )
+def body_lost(error: str) -> Failed:
+    return Failed(error=f"the operation did not run: {error}", category="server")

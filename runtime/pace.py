@@ -70,4 +70,4 @@ def _kind(job: Job) -> tuple[str, str]:
 
 def _size(job: Job) -> int:
     """What the time of a pass grows with; every other verb takes the time it takes."""
-    return max(1, len(job.entry.body)) if job.verb in ("forward", "forward_backward") else 1
+    return max(1, job.entry.size) if job.verb in ("forward", "forward_backward") else 1

@@ -31,6 +31,7 @@ from runtime.services import Services, patiently
 from runtime.settling import Settling
 from runtime.snapshots import Snapshots
 from runtime.snapshotting import Snapshotting
+from runtime.unfinished import Unfinished, report
 
 log = logging.getLogger(__name__)
 
@@ -62,12 +63,13 @@ class Pipeline:
         self._fingerprint = bits
         self._snapshotting = Snapshotting(services, lease, group, kept)
         self._pace = Pace()
-        self._hand_over = HandOver(services.settings, group)
+        self._hand_over = HandOver(services.settings, group, self._whole)
         self._sequencer = Sequencer()
         self._settling = Settling(services, lease)
         self._accepted: dict[str, dict[int | None, float]] = {}
         """Per model: when each operation that waits was read."""
         self._last_accepted: dict[str, float] = {}
+        self._unfinished = Unfinished()
         self._running: dict[str, Job] = {}
         self._wake = asyncio.Event()
         self._slots = asyncio.Semaphore(1 if cautious else DEPTH)
@@ -88,9 +90,13 @@ class Pipeline:
         self._replay_to = await self._s.log.last_position()
         recovery = Recovery(self._s, self._group, self._snapshots, self._fingerprint)
         done_with = await recovery.resume(self._sequencer, self._hand_over)
+        await patiently(lambda: self._s.log.forget_all(done_with))
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._read(done_with))
+                tasks.create_task(
+                    report(self._s.tables.backlogs, self._s.log.group, self._unfinished, self._has_read_all)
+                )
                 tasks.create_task(self._watch_gaps())
                 tasks.create_task(self._report_replay())
                 tasks.create_task(self._watch_end())
@@ -111,12 +117,21 @@ class Pipeline:
                 found.setdefault(job.entry.model_id, []).append(job.accepted)
         return found
 
+    async def _whole(self, entry: LogEntry) -> LogEntry:
+        return await patiently(lambda: self._s.log.whole(entry))
+
+    def _has_read_all(self) -> bool:
+        """Whether everything that was on the log at the start is counted."""
+        return self.position >= self._replay_to
+
     async def _read(self, done_with: set[str]) -> None:
         """`done_with`: models that ended before this life; what they had done is not needed any more."""
         async for entry in self._s.log.read(1):
             assert entry.position is not None
             self._s.recorder.inc("tinkerbus_bus_consumed_messages_total", stream="ops")
-            if await self._is_news(entry, done_with):
+            news = await self._is_news(entry, done_with)
+            self._unfinished.read(entry, waits=news and not self._settling.had_its_result(entry))
+            if news:
                 now = time.monotonic()
                 self._accepted.setdefault(entry.model_id, {})[entry.seq_id] = now
                 self._last_accepted[entry.model_id] = now
@@ -214,6 +229,7 @@ class Pipeline:
                 self._accepted.pop(job.entry.model_id, None)
                 self._last_accepted.pop(job.entry.model_id, None)
             await self._settling.settle(job, job.outcome)
+            self._unfinished.finish(job.entry)
             job.settled.set()
             if isinstance(job.outcome, ModelUnloaded):
                 self._pace.forget(job.entry.model_id)

@@ -122,7 +122,7 @@ class Snapshotting:
 
         # First the row, which sends senders of old numbers to the ledger.
         await patiently(lambda: self._s.tables.models.change(model_id, changed))
-        await patiently(lambda: self._s.log.trim(model_id, lane.log_from))
+        await patiently(lambda: self._s.log.trim(model_id, lane.log_from, lane.next_seq))
 
 
 def _failures(jobs: list[Job]) -> dict[int, int]:

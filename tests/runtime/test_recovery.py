@@ -18,7 +18,7 @@ from actors.window import PassFailed
 from bus.connection import Bus, connect
 from bus.embedded import EmbeddedBroker
 from bus.events import Failed, LoraConfig, OptimStep
-from bus.log import LogEntry
+from bus.log import LogEntry, OpsLog
 from bus.tables import ModelRow, Tables
 from observability.recorder import Recorder
 from runtime import entries, snapshots
@@ -64,8 +64,7 @@ class Life:
         self.ranks = ranks
         self.bus = bus
         self.sequencer = Sequencer()
-        group = cast(MegatronGroup, ranks)
-        self.hand_over = HandOver(Settings(), group)
+        self.hand_over = HandOver(Settings(), cast(MegatronGroup, ranks), OpsLog(bus, "main").whole)
 
     async def row(self, model_id: str, **more: object) -> None:
         tables = await Tables.open(self.bus)

@@ -79,8 +79,11 @@ class SequencerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def is_read_twice(self, data: st.DataObject) -> None:
-        """Only what has had its turn can come again: the log stores an identity once."""
-        had = [one for one in self.log if (one.seq_id, one.model_id) in self._had()]
+        """Only what has had its turn can come again: the log stores an identity once, and ended models are known."""
+        ended = {model for model in MODELS if (None in {n for n, _, _ in self.turns[model]})}
+        had = [
+            one for one in self.log if (one.seq_id, one.model_id) in self._had() and one.model_id not in ended
+        ]
         if had:
             self.sequencer.offer(data.draw(st.sampled_from(had)))
 
