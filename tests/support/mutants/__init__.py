@@ -8,3 +8,8 @@ from pathlib import Path
 def environment(file: Path) -> dict[str, str]:
     """Of a service that is wrong as `file` says while it exists, see `sitecustomize` here."""
     return {"PYTHONPATH": str(Path(__file__).parent), "MUTANT_FILE": str(file)}
+
+
+def fault_environment(file: Path) -> dict[str, str]:
+    """Of a service in which `file` can ask for one process's death at one place, see `faults` here."""
+    return {"PYTHONPATH": str(Path(__file__).parent), "FAULT_FILE": str(file)}
