@@ -10,7 +10,6 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch.distributed as dist
@@ -19,57 +18,26 @@ from torch._C._distributed_c10d import Store
 
 from actors import device, loss_pass, snapshot, weights
 from actors import optimizer as adamw
+from actors.contract import (
+    EngineConfig,
+    FullConfig,
+    MicrobatchOutput,
+    PassFailed,
+    StepOutput,
+    TenantConfig,
+    WindowIncomplete,
+)
 from actors.gradient_dump import GradientDump
-from actors.layout import Layout
-from actors.loss_pass import MicrobatchOutput
-from actors.models.build import Dtype, LogprobModel, build
+from actors.models.build import LogprobModel, build
 from actors.models.families import spec_of
 from actors.packing import PackedRequest, Schedule, slots
 from actors.parallel import all_ranks_agree, answers, join
 from actors.residency import Residency
 from actors.snapshot import Writer
-from actors.tenants import FullConfig, Tenant, TenantConfig, Tenants
+from actors.tenants import Tenant, Tenants
 from actors.transforms import plan
-from actors.transforms.fake_int4 import FakeInt4
 from actors.transforms.model import QuantizedWeights
-from actors.window import PassFailed, WindowIncomplete
 from bus.events import AdamParams
-
-
-@dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """What a rank needs to know to come up."""
-
-    model_folder: Path
-    layout: Layout = field(default_factory=Layout)
-    dump_gradients: Path | None = None
-    """Folder for `gradient_dump`; None turns it off."""
-    dtype: Dtype = "float32"
-    """Of the base model. Adapters, gradients and optimizers are float32; "bfloat16" trains adapters only."""
-    fused_head: bool = False
-    """Compute logprobs in chunks of the vocabulary's logits, never whole."""
-    fake_int4: FakeInt4 | None = None
-    """Round the weights it names as an INT4 deployment will; None leaves them as they are."""
-    max_resident_models: int = 0
-    """Tenants in memory; the others are put away in `away`. 0 for no limit."""
-    away: Path | None = None
-    """Folder for tenants that are put away; each rank has one of its own in it."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutput:
-    """What an optimizer step reports; the same on every rank."""
-
-    grad_norm: float
-    """Before clipping; NaN or inf where the gradient was."""
-    skipped: bool
-    """A non-finite gradient: weights and optimizer untouched, window cleared."""
-    step: int
-    window_calls: int
-    window_tokens: int
-    finalizations: int
-    """Of this window: always 1."""
-    seconds: float
 
 
 class Engine:

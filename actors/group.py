@@ -19,14 +19,18 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors import device
-from actors.engine import EngineConfig, StepOutput
+from actors.contract import (
+    EngineConfig,
+    MicrobatchOutput,
+    PassFailed,
+    StepOutput,
+    TenantConfig,
+    WindowIncomplete,
+)
 from actors.liveness import Liveness
-from actors.loss_pass import MicrobatchOutput
 from actors.models.spec import ModelSpec
 from actors.packing import PackedRequest
 from actors.rank import Rank
-from actors.tenants import TenantConfig
-from actors.window import PassFailed, WindowIncomplete
 from bus.events import AdamParams
 from loss_hub import merge
 

@@ -32,24 +32,9 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor, nn
 
 from actors import device
+from actors.contract import AdapterConfig
 from actors.models.spec import ModelSpec
 from actors.shards import Shard
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterConfig:
-    """Which layers an adapter touches, and how strongly."""
-
-    rank: int
-    alpha: float
-    seed: int
-    train_attn: bool = True
-    train_mlp: bool = True
-    train_unembed: bool = True
-
-    @property
-    def scale(self) -> float:
-        return self.alpha / self.rank
 
 
 @dataclass(frozen=True, slots=True)

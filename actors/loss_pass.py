@@ -12,13 +12,13 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
-import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from actors import device
+from actors.contract import MicrobatchOutput
 from actors.models.build import LogprobModel
 from actors.packing import PackedRequest, Slot
 from actors.pipeline import communication
@@ -37,17 +37,6 @@ class Microbatch:
     """Where the N real positions stand in the flattened (B · S)."""
     batch: BatchInputs | None
     """None where there is nothing but padding."""
-
-
-@dataclass(frozen=True, slots=True)
-class MicrobatchOutput:
-    """What one microbatch gives back."""
-
-    index: int
-    """Its number in the request."""
-    logprobs: list[np.ndarray]
-    """float32, one per datum of the microbatch in its order, shaped like the datum's targets."""
-    metrics: dict[str, float]
 
 
 class LossFailed(RuntimeError):

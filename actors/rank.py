@@ -8,15 +8,18 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from actors import engine, liveness
-from actors.engine import EngineConfig
+from actors import liveness
+from actors.contract import EngineConfig
 from actors.liveness import Address
 from actors.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from actors.engine import Engine
 
 STORE_TIMEOUT = datetime.timedelta(minutes=5)
 
@@ -31,6 +34,7 @@ class Rank:
         self._world_size = world_size
         self._stack = contextlib.ExitStack()
         self._store: TCPStore | None = None
+        self._engine: Engine
 
     def process_id(self) -> int:
         return os.getpid()
@@ -46,6 +50,8 @@ class Rank:
     def join(self, host: str, port: int, heartbeats: Address) -> ModelSpec:
         """Meet the other ranks and load the base model, beating towards `heartbeats`. Returns what was loaded."""
         liveness.beat(heartbeats, self._rank)
+        from actors import engine  # with Megatron, which whoever only starts ranks need not import
+
         if self._store is None:
             self._store = TCPStore(host, port, self._world_size, is_master=False, timeout=STORE_TIMEOUT)
         self._engine = self._stack.enter_context(engine.opened(self._config, self._rank, self._store))

@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 from actors import snapshot
-from actors.tenants import Tenant, TenantConfig, Tenants
+from actors.contract import TenantConfig
+from actors.tenants import Tenant, Tenants
 from bus.subjects import escape
 
 

@@ -12,22 +12,15 @@ from torch import Tensor, nn
 
 from actors import optimizer as adamw
 from actors import weights
+from actors.contract import FullConfig, TenantConfig
 from actors.layout import Layout
-from actors.lora import AdapterConfig, AdapterHost, AdapterSet
+from actors.lora import AdapterHost, AdapterSet
 from actors.models.build import LogprobModel
 from actors.models.spec import ModelSpec
 from actors.shards import Shard
 from actors.transforms.fake_int4 import FakeInt4
 from actors.transforms.model import QuantizedWeights
 from actors.window import Window
-
-
-@dataclass(frozen=True, slots=True)
-class FullConfig:
-    """Every parameter of the model trains. It starts from the base weights, so there is nothing to choose."""
-
-
-TenantConfig = AdapterConfig | FullConfig
 
 
 @dataclass(slots=True)

@@ -10,37 +10,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from torch import Tensor
-
-
-class PassFailed(RuntimeError):
-    """A request failed on this rank or another one; the window is as it was before it."""
-
-    def __init__(self, error: str, *, elsewhere: bool = False) -> None:
-        super().__init__(error)
-        self.elsewhere = elsewhere
-        """It was another rank, which says what happened."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _pass_failed, (str(self), self.elsewhere)
-
-
-def _pass_failed(error: str, elsewhere: bool) -> PassFailed:
-    return PassFailed(error, elsewhere=elsewhere)
-
-
-class WindowIncomplete(RuntimeError):
-    """The step's window lost the call `label`; the window was cleared and nothing stepped."""
-
-    def __init__(self, label: int) -> None:
-        super().__init__(label)
-        self.label = label
-
-    def __str__(self) -> str:
-        return f"the window lost call {self.label}"
 
 
 class Window:

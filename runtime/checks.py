@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor as TorchTensor
 
-from actors.lora import AdapterConfig
+from actors.contract import AdapterConfig, FullConfig, TenantConfig
 from actors.models.spec import ModelSpec
-from actors.tenants import FullConfig, TenantConfig
 from bus.events import AdamParams, Array, CreateModel, Datum, ForwardBackward, Tensor
 from loss_hub import CheckedRequest, DatumInputs, InputError, check
 from runtime.config import Settings

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from actors.engine import EngineConfig
+from actors.contract import EngineConfig
 from actors.group import GroupConfig, GroupDied, MegatronGroup
 from actors.models.families import spec_of
 from bus.errors import BrokerError, NewerFormat

@@ -9,10 +9,9 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from actors.engine import StepOutput
+from actors.contract import StepOutput, TenantConfig
 from actors.group import MegatronGroup, RequestOutput
 from actors.packing import PackedRequest, PackingConfig, pack
-from actors.tenants import TenantConfig
 from bus.blobs import BlobLost
 from bus.errors import CodecError
 from bus.events import (

@@ -5,7 +5,7 @@ Nothing that differs between a run and its replay goes into a result: no clock, 
 
 from __future__ import annotations
 
-from actors.engine import StepOutput
+from actors.contract import StepOutput
 from actors.group import RequestOutput
 from bus.events import CreateModel, Failed, ForwardBackwardDone, ModelCreated, OptimStepDone, Tensor
 from runtime.checks import Refusal

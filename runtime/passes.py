@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+from actors.contract import PassFailed
 from actors.group import MegatronGroup, RequestOutput
 from actors.packing import PackedRequest
-from actors.window import PassFailed
 
 AT_THE_RANKS = 2
 MOST_TOGETHER = 4

@@ -14,8 +14,8 @@ import math
 import time
 from collections.abc import Awaitable
 
+from actors.contract import PassFailed, WindowIncomplete
 from actors.group import GroupDied, MegatronGroup
-from actors.window import PassFailed, WindowIncomplete
 from bus import codec
 from bus.events import Failed, ModelUnloaded, Refused
 from bus.lease import Lease, LeaseLost

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from actors.contract import PassFailed
 from actors.group import MegatronGroup
-from actors.window import PassFailed
 from bus.tables import ModelRow
 from runtime import fingerprint
 from runtime.hand_over import HandOver

@@ -16,8 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from actors.lora import AdapterConfig
-from actors.tenants import FullConfig, TenantConfig
+from actors.contract import AdapterConfig, FullConfig, TenantConfig
 from bus.errors import NewerFormat, newer_format
 from bus.subjects import escape
 from runtime.lost_calls import OpenWindow

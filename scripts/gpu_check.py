@@ -24,11 +24,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from actors import device, engine, gradient_dump
-from actors.engine import Engine, EngineConfig
-from actors.lora import AdapterConfig
-from actors.models.build import DTYPES, Dtype
+from actors.contract import AdapterConfig, Dtype, EngineConfig, PassFailed
+from actors.engine import Engine
+from actors.models.build import DTYPES
 from actors.packing import PackedRequest, PackingConfig, pack
-from actors.window import PassFailed
 from bus.events import AdamParams
 from loss_hub import check
 from scripts.plain_qwen3 import Datums, Reference, Tensors, datums, write_folder

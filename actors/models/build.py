@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -22,12 +22,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from actors import device
+from actors.contract import Dtype
 from actors.head import fused_target_logprobs, target_logprobs
 from actors.layout import Layout
 from actors.models.norm import RMSNorm
 from actors.models.spec import ModelSpec, MoeSpec
 
-Dtype = Literal["float32", "bfloat16"]
 """Of the base model's weights and activations. Softmaxes, logprobs and losses are float32 with either."""
 DTYPES: dict[Dtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -22,8 +22,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from actors import engine
 from actors import optimizer as adamw
-from actors.engine import EngineConfig
-from actors.lora import AdapterConfig
+from actors.contract import AdapterConfig, EngineConfig
 from bus.events import AdamParams
 from runtime.bench.timing import Figures, percentile
 from runtime.bench.workload import LEARNING_RATE, RANK, SEED, Workload, batch

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from actors import device, engine
-from actors.engine import Engine, EngineConfig
+from actors.contract import EngineConfig
+from actors.engine import Engine
 from actors.layout import Layout
 from actors.parallel import join
 from tests.support.folders import random_folder

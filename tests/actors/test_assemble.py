@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from actors.contract import MicrobatchOutput
 from actors.group import assemble
-from actors.loss_pass import MicrobatchOutput
 
 
 def answer(index: int, *logprobs: list[float], loss: float = 0.0) -> MicrobatchOutput:

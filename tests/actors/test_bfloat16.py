@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from actors import engine
-from actors.engine import Engine, EngineConfig
+from actors.contract import EngineConfig, FullConfig
+from actors.engine import Engine
 from actors.packing import PackingConfig
-from actors.tenants import FullConfig
 from bus.events import AdamParams
 from tests.support import dumps, reference
 from tests.support.adamw import TorchAdamW, difference

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from actors.contract import AdapterConfig
 from actors.engine import Engine
-from actors.lora import AdapterConfig
 from actors.packing import PackingConfig
 from loss_hub import names
 from tests.support.models import Model

@@ -10,12 +10,10 @@ import pytest
 import pytest_asyncio
 import torch
 
-from actors.engine import EngineConfig
+from actors.contract import AdapterConfig, EngineConfig, PassFailed, WindowIncomplete
 from actors.group import GroupConfig, MegatronGroup, RequestOutput
 from actors.layout import Layout
-from actors.lora import AdapterConfig
 from actors.packing import PackingConfig
-from actors.window import PassFailed, WindowIncomplete
 from bus.events import AdamParams
 from tests.support import dumps
 from tests.support.requests import datums, packed, random_request

@@ -15,11 +15,10 @@ import pytest
 import pytest_asyncio
 
 from actors import liveness
-from actors.engine import EngineConfig
+from actors.contract import AdapterConfig, EngineConfig
 from actors.group import GroupConfig, GroupDied, MegatronGroup
 from actors.layout import Layout
 from actors.liveness import Liveness
-from actors.lora import AdapterConfig
 from bus.events import AdamParams
 from tests.support.requests import random_request
 

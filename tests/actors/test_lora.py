@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from actors import loss_pass
+from actors.contract import AdapterConfig
 from actors.engine import Engine
-from actors.lora import AdapterConfig, initial_a
+from actors.lora import initial_a
 from actors.packing import Schedule, slots
 from tests.support.models import Model
 from tests.support.reference import Reference

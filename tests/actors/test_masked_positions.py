@@ -12,7 +12,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from actors import engine
-from actors.engine import EngineConfig
+from actors.contract import EngineConfig
 from loss_hub import DatumInputs
 from tests.support import dumps
 from tests.support.folders import random_folder

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.engine import EngineConfig
+from actors.contract import EngineConfig
 from actors.group import RequestOutput
 from actors.layout import Layout
 from actors.packing import PackedRequest, PackingConfig

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from actors.lora import AdapterConfig
+from actors.contract import AdapterConfig
 from bus.events import AdamParams
 from tests.support import dumps
 from tests.support.adamw import TorchAdamW, difference

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from actors import engine
-from actors.engine import Engine, EngineConfig
-from actors.lora import AdapterConfig
+from actors.contract import AdapterConfig, EngineConfig
+from actors.engine import Engine
 from loss_hub import DatumInputs
 from tests.support.folders import Family, random_folder
 from tests.support.models import Model

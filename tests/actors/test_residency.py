@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from actors.engine import Engine, EngineConfig
+from actors.contract import AdapterConfig, EngineConfig, FullConfig, TenantConfig
+from actors.engine import Engine
 from actors.layout import Layout
-from actors.lora import AdapterConfig
 from actors.packing import PackingConfig
 from actors.residency import Residency
-from actors.tenants import FullConfig, TenantConfig
 from bus.events import AdamParams
 from tests.support import dumps, layouts
 from tests.support.models import assert_same_bits
@@ -146,8 +145,7 @@ import torch
 import torch.distributed as dist
 
 from actors import engine
-from actors.engine import EngineConfig
-from actors.lora import AdapterConfig
+from actors.contract import AdapterConfig, EngineConfig
 from bus.events import AdamParams
 from tests.support.requests import datums, packed
 

@@ -8,10 +8,9 @@ import pytest
 import pytest_asyncio
 import torch
 
-from actors.engine import EngineConfig
+from actors.contract import AdapterConfig, EngineConfig
 from actors.group import GroupConfig, MegatronGroup
 from actors.layout import Layout
-from actors.lora import AdapterConfig
 from actors.packing import PackingConfig
 from bus.events import AdamParams
 from tests.support import dumps

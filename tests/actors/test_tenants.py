@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from actors.contract import AdapterConfig
 from actors.engine import Engine
-from actors.lora import AdapterConfig
 from tests.support.models import Model
 from tests.support.requests import random_request
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from actors import engine, weights
-from actors.engine import EngineConfig
+from actors.contract import EngineConfig
 from actors.models.spec import UnsupportedModel
 from tests.support import reference
 from tests.support.folders import Family, random_folder

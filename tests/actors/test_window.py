@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from actors import loss_pass
+from actors.contract import PassFailed, WindowIncomplete
 from actors.engine import Engine
 from actors.packing import PackedRequest, PackingConfig
-from actors.window import PassFailed, WindowIncomplete
 from tests.support.models import Model
 from tests.support.requests import datums, packed, random_request
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from actors.lora import AdapterConfig
+from actors.contract import AdapterConfig, FullConfig
 from actors.models.spec import ModelSpec
-from actors.tenants import FullConfig
 from bus.events import AdamParams, CreateModel, Datum, ForwardBackward, LoraConfig, LossChoice, Tensor
 from runtime import checks
 from runtime.checks import Refusal

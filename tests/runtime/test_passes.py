@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from actors.contract import PassFailed
 from actors.group import RequestOutput
-from actors.window import PassFailed
 from runtime.passes import MOST_TOGETHER, Passes
 
 

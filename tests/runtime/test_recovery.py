@@ -11,10 +11,8 @@ from typing import cast
 
 import pytest
 
+from actors.contract import AdapterConfig, PassFailed, TenantConfig
 from actors.group import MegatronGroup
-from actors.lora import AdapterConfig
-from actors.tenants import TenantConfig
-from actors.window import PassFailed
 from bus.connection import Bus, connect
 from bus.embedded import EmbeddedBroker
 from bus.events import Failed, LoraConfig, OptimStep

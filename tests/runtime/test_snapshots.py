@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.lora import AdapterConfig
-from actors.tenants import FullConfig
+from actors.contract import AdapterConfig, FullConfig
 from bus.errors import NewerFormat
 from runtime import fingerprint, snapshots
 from runtime.fingerprint import FingerprintDiffers

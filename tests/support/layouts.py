@@ -13,15 +13,20 @@ import torch
 from torch import Tensor
 
 from actors import gradient_dump
-from actors.engine import Engine, EngineConfig, StepOutput
+from actors.contract import (
+    AdapterConfig,
+    EngineConfig,
+    FullConfig,
+    MicrobatchOutput,
+    PassFailed,
+    StepOutput,
+    TenantConfig,
+)
+from actors.engine import Engine
 from actors.group import RequestOutput, assemble
 from actors.layout import Layout
-from actors.lora import AdapterConfig
-from actors.loss_pass import MicrobatchOutput
 from actors.packing import PackedRequest, PackingConfig
 from actors.shards import Shard, gather
-from actors.tenants import FullConfig, TenantConfig
-from actors.window import PassFailed
 from bus.events import AdamParams
 from tests.support import dumps, reference
 from tests.support.adamw import TorchAdamW, difference

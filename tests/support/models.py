@@ -11,12 +11,11 @@ import msgspec
 import torch
 from torch import Tensor
 
-from actors.engine import Engine, StepOutput
+from actors.contract import AdapterConfig, PassFailed, StepOutput, TenantConfig
+from actors.engine import Engine
 from actors.group import RequestOutput, assemble
-from actors.lora import AdapterConfig
 from actors.packing import PackedRequest
-from actors.tenants import Tenant, TenantConfig
-from actors.window import PassFailed
+from actors.tenants import Tenant
 from bus.events import AdamParams
 from tests.support import dumps
 

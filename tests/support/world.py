@@ -12,7 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from actors.engine import Engine, EngineConfig
+from actors.contract import EngineConfig
+from actors.engine import Engine
 
 T = TypeVar("T")
 TIMEOUT_S = 300
