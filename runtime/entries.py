@@ -12,12 +12,13 @@ from dataclasses import replace
 import msgspec
 
 from bus import log
-from bus.codec import JSON, MSGPACK, PROTOBUF, encode
+from bus.codec import JSON, MSGPACK, PROTOBUF, encode, peek_forward_only
 from bus.connection import HEADER_ROOM, Bus
 from bus.events import Op, Refused
 from bus.log import LogEntry
 
 FORWARD_BACKWARD = "forward_backward"
+FORWARD = "forward"
 
 
 def of_op(tenant: str, model_id: str, seq_id: int | None, op: Op, content_type: str = MSGPACK) -> LogEntry:
@@ -61,9 +62,15 @@ def fitted(bus: Bus, entry: LogEntry) -> LogEntry:
     if len(entry.body) <= limit:
         return entry
     error = f"the request has {len(entry.body)} bytes; the limit is {limit} in one request"
+    verb = FORWARD if only_scores(entry) else entry.verb
     return of_refusal(
-        entry.tenant, entry.model_id, entry.seq_id, error, None, entry.body, entry.content_type, entry.verb
+        entry.tenant, entry.model_id, entry.seq_id, error, None, entry.body, entry.content_type, verb
     )
+
+
+def only_scores(entry: LogEntry) -> bool:
+    """Whether an SDK body is a `forward`, which takes no gradient along when it fails. Parses the body."""
+    return entry.content_type == PROTOBUF and peek_forward_only(entry.body)
 
 
 def _verb(op: Op) -> str:

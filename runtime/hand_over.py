@@ -26,7 +26,7 @@ from bus.events import (
     UnloadModel,
 )
 from bus.log import LogEntry
-from runtime import checks, outcomes
+from runtime import checks, entries, outcomes
 from runtime.checks import Refusal
 from runtime.config import Settings
 from runtime.job import Job
@@ -94,6 +94,8 @@ class HandOver:
             else:
                 await self._hand_over(job, await _beside(entry, entry.op))
         except CodecError as error:
+            if job.loses_gradient and entries.only_scores(entry):
+                job.loses_gradient, job.verb = False, "forward"
             job.outcome = Failed(error=str(error), category="user", field=error.field)
         except Refusal as refusal:
             job.outcome = outcomes.refused(refusal)

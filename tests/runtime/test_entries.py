@@ -12,6 +12,7 @@ from bus.codec import JSON, MSGPACK
 from bus.connection import HEADER_ROOM, Bus
 from bus.events import Failed, ForwardBackward, LossChoice, OptimStepDone, Outcome, Refused
 from bus.log import LogEntry
+from bus.wire import ForwardBackwardRequest
 from runtime import entries, settling
 
 OP = ForwardBackward(
@@ -44,6 +45,18 @@ def test_what_is_too_long_is_refused_in_the_senders_content_type() -> None:
     refusal = entries.fitted(narrow, entry(JSON))
     assert refusal.content_type == JSON
     assert isinstance(refusal.op(), Refused)
+
+
+@pytest.mark.parametrize(("forward_only", "verb"), [(True, "forward"), (False, "forward_backward")])
+def test_the_refusal_of_what_is_too_long_says_whether_a_gradient_is_lost(
+    forward_only: bool, verb: str
+) -> None:
+    message = ForwardBackwardRequest(model_id="m", seq_id=1, forward_only=forward_only)
+    sent = entries.of_sdk_body("demo", "m", 1, message.SerializeToString())
+    narrow = cast(Bus, SimpleNamespace(max_payload=HEADER_ROOM))
+    refusal = entries.fitted(narrow, sent).op()
+    assert isinstance(refusal, Refused)
+    assert refusal.verb == verb
 
 
 @pytest.mark.parametrize(
