@@ -85,6 +85,8 @@ class HandOver:
         try:
             if turn.lost is not None:
                 job.outcome = outcomes.behind_gap(turn.lost)
+                if entry.verb == "optim_step" and entry.model_id in self._live:
+                    self._end_window(job)
             elif entry.model_id in self._ended:
                 job.outcome = outcomes.unloaded(entry.model_id)
             elif entry.model_id in self._not_created and entry.seq_id is not None:
@@ -139,13 +141,18 @@ class HandOver:
                 job.loses_gradient = not op.forward_only
                 job.verb = "forward" if op.forward_only else "forward_backward"
             case OptimStep():
-                assert job.entry.position is not None
-                self.lost.settle(model_id, _number(job.entry), job.entry.position)
-                self._run(job, self._passes.group().clear_window(model_id))
+                self._end_window(job)
             case UnloadModel():
                 self._live.pop(model_id, None)
                 self._ended.add(model_id)
                 self.lost.forget(model_id)
+
+    def _end_window(self, job: Job) -> None:
+        """As the step does that this one would have been; what it was to consume is not for the next one."""
+        entry = job.entry
+        assert entry.position is not None
+        self.lost.settle(entry.model_id, _number(entry), entry.position)
+        self._run(job, self._passes.group().clear_window(entry.model_id))
 
     def _run(self, job: Job, operation: asyncio.Task[Any]) -> None:
         self._passes.track(operation)
