@@ -131,11 +131,13 @@ class MegatronGroup:
             ).remote(self._config.engine, index, size, threads)
             for index in range(size)
         ]
-        self._liveness = ear = await Liveness.open(LOOPBACK, size)
+        self._liveness = liveness = await Liveness.open(LOOPBACK, size)
         port = await _awaited(self._ranks[0].host_store.remote(LOOPBACK))
-        specs = await self._gather([rank.join.remote(LOOPBACK, port, ear.address) for rank in self._ranks])
+        specs = await self._gather(
+            [rank.join.remote(LOOPBACK, port, liveness.address) for rank in self._ranks]
+        )
         self.spec = specs[0]
-        self._watch = asyncio.create_task(ear.watch(self._config.heartbeat_timeout_s, self._lost))
+        self._watch = asyncio.create_task(liveness.watch(self._config.heartbeat_timeout_s, self._lost))
 
     def _lost(self, because: str) -> None:
         """What runs on the ranks fails with GroupDied once they are gone."""

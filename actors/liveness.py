@@ -53,7 +53,7 @@ def beat(address: Address, rank: int) -> None:
 
 
 class Liveness(asyncio.DatagramProtocol):
-    """The group's ear. `await Liveness.open(host, ranks)`; then `watch` once the ranks are up."""
+    """Where the group hears its ranks. `await Liveness.open(host, ranks)`; then `watch` once the ranks are up."""
 
     def __init__(self, token: str, ranks: int) -> None:
         self._token = token

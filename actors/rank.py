@@ -43,9 +43,9 @@ class Rank:
         port: int = self._store.port
         return port
 
-    def join(self, host: str, port: int, ear: Address) -> ModelSpec:
-        """Meet the other ranks and load the base model, sending heartbeats to `ear`. Returns what was loaded."""
-        liveness.beat(ear, self._rank)
+    def join(self, host: str, port: int, heartbeats: Address) -> ModelSpec:
+        """Meet the other ranks and load the base model, beating towards `heartbeats`. Returns what was loaded."""
+        liveness.beat(heartbeats, self._rank)
         if self._store is None:
             self._store = TCPStore(host, port, self._world_size, is_master=False, timeout=STORE_TIMEOUT)
         self._engine = self._stack.enter_context(engine.opened(self._config, self._rank, self._store))

@@ -38,6 +38,7 @@ __all__ = [
     "PROTOBUF",
     "CodecError",
     "NewerFormat",
+    "datum_sizes",
     "decode_op",
     "decode_result",
     "decode_submission",
@@ -164,6 +165,11 @@ def peek_forward_backward(body: bytes) -> tuple[str, int]:
 def peek_forward_only(body: bytes) -> bool:
     """Whether an SDK protobuf body asks for no gradient. Raises CodecError where it does not parse."""
     return bool(sdk_wire.parse_request(body).forward_only)
+
+
+def datum_sizes(body: bytes) -> list[int]:
+    """Bytes of each datum in an SDK protobuf body. Raises CodecError where it does not parse."""
+    return [datum.ByteSize() for datum in sdk_wire.parse_request(body).data]
 
 
 def result_to_sdk_protobuf(done: ForwardBackwardDone) -> bytes:

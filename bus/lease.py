@@ -73,7 +73,7 @@ class Lease:
                     seen = (revision, now)
                 if not row.holder or now - seen[1] >= time_s:
                     mine = LeaseRow(holder=holder, epoch=row.epoch + 1)
-                    if (taken := await table.replace(group, mine, revision)) is not None:
+                    if (taken := await table.update(group, mine, revision)) is not None:
                         lease = cls(table, group, mine, taken, time_s)
                         lease._renewed = now
                         return lease
@@ -107,13 +107,13 @@ class Lease:
     async def release(self) -> None:
         """Give it back, so that the next one need not wait. Raises BrokerUnreachable."""
         async with self._renewing:
-            await self._table.replace(self._group, LeaseRow(holder="", epoch=self._row.epoch), self._revision)
+            await self._table.update(self._group, LeaseRow(holder="", epoch=self._row.epoch), self._revision)
 
     async def _renew(self) -> None:
         async with self._renewing:
             now = time.monotonic()
             row = msgspec.structs.replace(self._row, beat=self._row.beat + 1)
-            revision = await self._table.replace(self._group, row, self._revision)
+            revision = await self._table.update(self._group, row, self._revision)
             if revision is None:
                 raise LeaseLost(f"the lease of group {self._group} is no longer that of epoch {self.epoch}")
             self._row, self._revision, self._renewed = row, revision, now

@@ -1,7 +1,8 @@
 """The OPS log: every operation, once, in the order in which it was accepted.
 
 An operation's identity is its subject, `(group, model_id, seq_id)`. Appends demand that the subject is still empty,
-so of two writers one wins and the other learns what is there. The log is read from a position, as from Kafka:
+so of two writers one wins and the other learns what is there. A body that is too large for one message is stored
+apart, and its entry carries a reference. The log is read from a position, as from Kafka:
 nothing is redelivered because work was slow, and nothing on the broker remembers the reader.
 """
 
@@ -11,10 +12,11 @@ import asyncio
 import contextlib
 import hashlib
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection
 from dataclasses import dataclass, replace
 
-from bus import codec, scan, subjects
+from bus import blobs, codec, scan, subjects
+from bus.blobs import TB_BLOB, BlobRef
 from bus.connection import BrokerError, Bus
 from bus.errors import newer_format
 from bus.events import FORMAT, Op, request_id
@@ -61,13 +63,20 @@ class LogEntry:
     position: int | None = None
     """The entry's sequence number in the stream; None before it is appended."""
     format: int = FORMAT
+    blob: BlobRef | None = None
+    """Where the body is, when it is not here: `OpsLog.whole` brings it."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the body, wherever it is."""
+        return len(self.body) if self.blob is None else self.blob.size
 
     @property
     def request_id(self) -> str:
         return request_id(self.model_id, self.seq_id)
 
     def op(self) -> Op:
-        """The decoded operation. Raises CodecError, NewerFormat."""
+        """The decoded operation of an entry that holds its body. Raises CodecError, NewerFormat."""
         return codec.decode_op(self.body, self.content_type, self.format)
 
 
@@ -117,13 +126,33 @@ class OpsLog:
         from the log, and are looked up in the ledger.
 
         A lost answer is asked for again until `timeout_s` is up, and then raises BrokerUnreachable: the operation
-        may or may not be there, and appending it once more settles that. Raises BodyConflict, LogFull,
-        MessageTooLarge.
+        may or may not be there, and appending it once more settles that. A body of any size is taken. Raises
+        BodyConflict, LogFull.
         """
-        if self._ledger is not None and entry.seq_id is not None and entry.seq_id < trimmed_below:
+        if entry.seq_id is not None and entry.seq_id < trimmed_below:
+            assert self._ledger is not None, "a log that is trimmed is appended to with its ledger"
             row = await self._ledger.find(entry.model_id, entry.seq_id)
             if row is not None:
                 return self._compared(entry, replace(entry, body_hash=row.body_hash, position=row.position))
+        ref = blobs.reference(self._bus, entry.body)
+        if ref is None:
+            return await self._append(entry, timeout_s)
+        existing = await self.get(entry.model_id, entry.seq_id)
+        if existing is not None:
+            return self._compared(entry, existing)
+        prefix = subjects.blob(self.group, entry.model_id, entry.seq_id)
+        try:
+            await blobs.put(self._bus, prefix, ref, entry.body, doing=f"the body of {entry.request_id}")
+        except StreamFull as error:
+            raise LogFull(str(error)) from None
+        try:
+            return await self._append(replace(entry, body=b"", blob=ref), timeout_s)
+        except BodyConflict as error:
+            if error.existing.blob != ref:
+                await blobs.drop(self._bus, subjects.BLOB_STREAM, prefix, ref)
+            raise
+
+    async def _append(self, entry: LogEntry, timeout_s: float) -> Appended:
         doing = f"operation {entry.request_id}"
         headers = {
             CONTENT_TYPE: entry.content_type,
@@ -132,6 +161,8 @@ class OpsLog:
             TB_VERB: entry.verb,
             TB_HASH: entry.body_hash,
         }
+        if entry.blob is not None:
+            headers[TB_BLOB] = str(entry.blob)
         subject = subjects.ops(self.group, entry.model_id, entry.seq_id)
         deadline = time.monotonic() + timeout_s
         while True:
@@ -165,14 +196,46 @@ class OpsLog:
         return Appended(existing.position, duplicate=True)
 
     async def get(self, model_id: str, seq_id: int | None) -> LogEntry | None:
-        """The entry of one identity. Raises BrokerUnreachable."""
+        """The entry of one identity, as `read` gives it. Raises BrokerUnreachable."""
         found = await scan.last_of(self._bus, subjects.OPS_STREAM, subjects.ops(self.group, model_id, seq_id))
         return None if found is None else _entry(found)
 
-    async def trim(self, model_id: str, below_position: int) -> None:
-        """Drop the model's entries before a position. Raises BrokerUnreachable."""
-        every = f"{subjects.PREFIX}.ops.{subjects.escape(self.group)}.{subjects.escape(model_id)}.*"
+    async def trim(self, model_id: str, below_position: int, below_seq: int) -> None:
+        """Drop the model's entries before a position, and the bodies that numbers below `below_seq` have apart.
+
+        Raises BrokerUnreachable.
+        """
+        every = self._filter_of(model_id)
         await scan.purge(self._bus, subjects.OPS_STREAM, every, below_position=below_position)
+        stored = await scan.subjects_of(self._bus, subjects.BLOB_STREAM, subjects.blobs(self.group, model_id))
+        for token in {subjects.split(subject)[3] for subject in stored}:
+            seq_id = subjects.parse_seq_token(token)
+            if seq_id is not None and seq_id < below_seq:
+                bodies = f"{subjects.blob(self.group, model_id, seq_id)}.>"
+                await scan.purge(self._bus, subjects.BLOB_STREAM, bodies)
+
+    async def whole(self, entry: LogEntry) -> LogEntry:
+        """The entry with its body, wherever that is. Raises BlobLost, BrokerUnreachable."""
+        if entry.blob is None:
+            return entry
+        prefix = subjects.blob(self.group, entry.model_id, entry.seq_id)
+        what = f"the body of {entry.request_id}"
+        body = await blobs.get(self._bus, subjects.BLOB_STREAM, prefix, entry.blob, what=what)
+        return replace(entry, body=body, blob=None)
+
+    async def forget(self, model_id: str) -> None:
+        """Remove what is stored apart of a model that has ended and will not be replayed. Idempotent."""
+        await scan.purge(self._bus, subjects.BLOB_STREAM, subjects.blobs(self.group, model_id))
+
+    async def forget_all(self, ended: Collection[str]) -> None:
+        """`forget` every one of these models that still has anything."""
+        stored = await scan.subjects_of(self._bus, subjects.BLOB_STREAM, subjects.blobs(self.group))
+        for model_id in {subjects.split(subject)[2] for subject in stored} & set(ended):
+            await self.forget(model_id)
+
+    async def holds(self, model_id: str, seq_id: int | None) -> bool:
+        """Whether there is an entry of that identity; its body stays where it is. Raises BrokerUnreachable."""
+        return await scan.holds(self._bus, subjects.OPS_STREAM, subjects.ops(self.group, model_id, seq_id))
 
     async def last_position(self) -> int:
         """The stream's last sequence number, over all groups; 0 while it is empty. Raises BrokerUnreachable."""
@@ -181,7 +244,8 @@ class OpsLog:
     async def read(
         self, from_position: int = 1, *, model_id: str | None = None
     ) -> AsyncGenerator[LogEntry, None]:
-        """Every entry from `from_position` on, or those of one model, then new ones as they come, for ever.
+        """Every entry from `from_position` on, or those of one model, then new ones as they come, for ever. Large
+        bodies stay where they are.
 
         Outlives broker restarts and lost wake-ups. Messages without our headers are skipped and counted. Raises
         NewerFormat for an entry that this version cannot read.
@@ -244,6 +308,7 @@ def _entry(message: scan.StoredMessage) -> LogEntry | None:
             body_hash=message.headers[TB_HASH],
             position=message.position,
             format=int(message.headers[TB_FORMAT]),
+            blob=BlobRef.parse(message.headers[TB_BLOB]) if TB_BLOB in message.headers else None,
         )
     except (KeyError, ValueError):
         return None

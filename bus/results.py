@@ -17,7 +17,8 @@ import nats.errors
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
-from bus import codec, scan, subjects
+from bus import blobs, codec, scan, subjects
+from bus.blobs import TB_BLOB, BlobLost, BlobRef
 from bus.connection import BrokerError, BrokerUnreachable, Bus
 from bus.events import FORMAT, Result
 from bus.log import CONTENT_TYPE, TB_FORMAT
@@ -72,14 +73,17 @@ class Results:
     async def publish(
         self, tenant: str, result: Result, content_type: str = codec.MSGPACK, *, timeout_s: float = 10.0
     ) -> Published:
-        """Store the one answer to an operation. Repeating it, as a replay does, changes nothing.
+        """Store the one answer to an operation, of any size. Repeating it, as a replay does, changes nothing.
 
-        Raises BrokerUnreachable once `timeout_s` is up, ResultsFull, MessageTooLarge, CodecError.
+        Raises BrokerUnreachable once `timeout_s` is up, ResultsFull, CodecError.
         """
         body = codec.encode(result, content_type)
+        ref = blobs.reference(self._bus, body)
         doing = f"the result of {result.request_id}"
         subject = subjects.results(tenant, result.model_id, result.seq_id)
         headers = {CONTENT_TYPE: content_type, TB_FORMAT: str(FORMAT)}
+        if ref is not None:
+            headers[TB_BLOB] = str(ref)
         deadline = time.monotonic() + timeout_s
         while True:
             left = max(0.0, deadline - time.monotonic())
@@ -87,9 +91,12 @@ class Results:
                 # Looking first keeps a replayed result away from live subscribers.
                 existing = await scan.last_of(self._bus, subjects.RESULTS_STREAM, subject)
                 if existing is not None:
-                    return Published.SAME if existing.data == body else Published.DIFFERENT
+                    return Published.SAME if _is(existing, body, ref) else Published.DIFFERENT
+                if ref is not None:
+                    await blobs.put(self._bus, subject, ref, body, doing=doing)
+                sent = body if ref is None else b""
                 await store(
-                    self._bus, subject, body, headers, doing=doing, expected_revision=0, timeout_s=left
+                    self._bus, subject, sent, headers, doing=doing, expected_revision=0, timeout_s=left
                 )
             except StreamFull as error:
                 raise ResultsFull(str(error)) from None
@@ -127,8 +134,9 @@ class Results:
         messages = tail(self._bus, subjects.RESULTS_STREAM, pattern, from_position)
         async with contextlib.aclosing(messages):
             async for message in messages:
-                for number in subjects.numbers([message.subject]):
-                    yield number, _stored(message)
+                if (stored := await self._stored(message)) is not None:
+                    for number in subjects.numbers([message.subject]):
+                        yield number, stored
 
     async def wait(
         self, tenant: str, model_id: str, seq_id: int | None, timeout_s: float | None
@@ -186,7 +194,18 @@ class Results:
         found = await scan.last_of(self._bus, subjects.RESULTS_STREAM, subject)
         if found is None:
             return None
-        return _stored(found)
+        return await self._stored(found)
+
+    async def _stored(self, message: scan.StoredMessage) -> StoredResult | None:
+        body, content_type = message.data, message.headers.get(CONTENT_TYPE, codec.MSGPACK)
+        if TB_BLOB in message.headers:
+            ref = BlobRef.parse(message.headers[TB_BLOB])
+            subject = message.subject
+            try:
+                body = await blobs.get(self._bus, subjects.RESULTS_STREAM, subject, ref, what=subject)
+            except BlobLost:
+                return None  # expired, and the rest of it will be in a moment
+        return StoredResult(body, content_type)
 
     async def _listening(self) -> None:
         """Returns once the one subscription is sent. One connection: the broker has it before any later look."""
@@ -210,8 +229,12 @@ class Results:
                 woken.set()
 
 
-def _stored(message: scan.StoredMessage) -> StoredResult:
-    return StoredResult(message.data, message.headers.get(CONTENT_TYPE, codec.MSGPACK))
+def _is(existing: scan.StoredMessage, body: bytes, ref: BlobRef | None) -> bool:
+    """Whether that is what is stored, wherever it is."""
+    if ref is None:
+        return existing.data == body
+    stored = existing.headers.get(TB_BLOB)
+    return stored is not None and BlobRef.parse(stored).hash == ref.hash
 
 
 async def _happened(event: asyncio.Event, timeout_s: float) -> bool:

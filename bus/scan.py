@@ -107,6 +107,11 @@ async def last_position(bus: Bus, stream: str) -> int:
     return int(info["state"]["last_seq"])
 
 
+async def holds(bus: Bus, stream: str, subject: str) -> bool:
+    """Whether the stream has a message on the subject. Raises BrokerUnreachable, BrokerError."""
+    return bool(await subjects_of(bus, stream, subject))
+
+
 async def _info(
     bus: Bus, stream: str, request: dict[str, object], *, missing_is_none: bool = False
 ) -> dict[str, Any] | None:

@@ -27,14 +27,15 @@ async def ensure_streams(
     results_ttl_s: float = 86_400,
     results_max_bytes: int = 16 * 2**30,
     ops_max_bytes: int = -1,
+    blobs_max_bytes: int = -1,
     submit_max_bytes: int = 4 * 2**30,
     submit_max_msgs_per_model: int = 1024,
     replicas: int = 1,
 ) -> None:
-    """Create the three streams, or bring their limits up to date. -1 means no limit.
+    """Create the streams, or bring their limits up to date. -1 means no limit.
 
-    OPS refuses new messages when full and keeps old ones until they are trimmed by a purge; SUBMIT refuses new ones
-    when a model's queue is full; RESULTS drops its oldest.
+    OPS and BLOBS refuse new messages when full and keep old ones until they are trimmed by a purge; SUBMIT refuses
+    new ones when a model's queue is full; RESULTS drops its oldest.
     """
     common: dict[str, Any] = {"storage": api.StorageType.FILE, "num_replicas": replicas}
     await _ensure(
@@ -55,8 +56,21 @@ async def ensure_streams(
     await _ensure(
         bus,
         api.StreamConfig(
+            name=subjects.BLOB_STREAM,
+            subjects=[f"{subjects.PREFIX}.blobs.*.*.*.*.*"],
+            retention=api.RetentionPolicy.LIMITS,
+            discard=api.DiscardPolicy.NEW,
+            max_bytes=blobs_max_bytes,
+            allow_direct=True,
+            duplicate_window=_DUPLICATE_WINDOW_S,
+            **common,
+        ),
+    )
+    await _ensure(
+        bus,
+        api.StreamConfig(
             name=subjects.RESULTS_STREAM,
-            subjects=[f"{subjects.PREFIX}.results.*.*.*"],
+            subjects=[f"{subjects.PREFIX}.results.*.*.*", f"{subjects.PREFIX}.results.*.*.*.*.*"],
             retention=api.RetentionPolicy.LIMITS,
             discard=api.DiscardPolicy.OLD,
             max_age=results_ttl_s,

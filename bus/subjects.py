@@ -2,7 +2,9 @@
 
 tinker.v1.submit.<tenant>.<model_id>              event clients publish here
 tinker.v1.ops.<group>.<model_id>.<seq_id>         the log; the last token is "end" for unload_model
+tinker.v1.blobs.<group>.<model_id>.<seq_id>.<ref>.<piece>   bodies of the log that are too large for one message
 tinker.v1.results.<tenant>.<model_id>.<seq_id>    one result per operation
+tinker.v1.results.<tenant>.<model_id>.<seq_id>.<ref>.<piece>   a result that is too large for one message
 tinker.v1.stored.ops|results.…                    headers of what was just stored on the two subjects above
 tinker.v1.metrics.<process>                       metric snapshots, not stored
 """
@@ -17,6 +19,7 @@ PREFIX = "tinker.v1"
 SUBMIT_STREAM = "TINKER_SUBMIT"
 OPS_STREAM = "TINKER_OPS"
 RESULTS_STREAM = "TINKER_RESULTS"
+BLOB_STREAM = "TINKER_BLOBS"
 
 END = "end"
 
@@ -74,6 +77,17 @@ def numbers(subjects: Iterable[str]) -> set[int | None]:
 
 def ops(group: str, model_id: str, seq_id: int | None) -> str:
     return f"{PREFIX}.ops.{escape(group)}.{escape(model_id)}.{seq_token(seq_id)}"
+
+
+def blobs(group: str, model_id: str | None = None) -> str:
+    """All bodies of a group's operations, or of a model's."""
+    whose = "" if model_id is None else f"{escape(model_id)}."
+    return f"{PREFIX}.blobs.{escape(group)}.{whose}>"
+
+
+def blob(group: str, model_id: str, seq_id: int | None) -> str:
+    """What the subjects of one operation's body begin with."""
+    return f"{PREFIX}.blobs.{escape(group)}.{escape(model_id)}.{seq_token(seq_id)}"
 
 
 def results(tenant: str, model_id: str, seq_id: int | None) -> str:

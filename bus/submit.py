@@ -81,6 +81,11 @@ class Submitted:
     content_type: str
     _msg: Msg
 
+    @property
+    def deliveries(self) -> int:
+        """How often it has come out of the queue, this time included."""
+        return int(self._msg.metadata.num_delivered or 1)
+
     async def ack(self) -> None:
         """It is on the log."""
         await self._end(self._msg.ack())
@@ -153,7 +158,7 @@ class SubmitReader:
                     durable_name=self._name,
                     ack_policy=api.AckPolicy.EXPLICIT,
                     ack_wait=_ACK_WAIT_S,
-                    max_ack_pending=1024,
+                    max_ack_pending=-1,  # what is held back for one model counts, and must not stop the others
                     max_waiting=512,
                 ),
             )

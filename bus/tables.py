@@ -72,6 +72,15 @@ class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
     """Why the group refuses to start."""
 
 
+class BacklogRow(msgspec.Struct, frozen=True, kw_only=True):
+    """What a group's dispatcher says of operations that have no result yet; by group name."""
+
+    position: int = 0
+    """The log up to here is counted."""
+    models: dict[str, tuple[int, int]] = {}
+    """Operations and their bytes, per model that has any."""
+
+
 T = TypeVar("T", bound=msgspec.Struct)
 
 
@@ -111,11 +120,7 @@ class Table(Generic[T]):
         assert revision is not None
         return revision
 
-    async def update(self, key: Key, value: T, revision: int) -> bool:
-        """False when the row is no longer at `revision`."""
-        return await self._write(key, value, revision) is not None
-
-    async def replace(self, key: Key, value: T, revision: int) -> int | None:
+    async def update(self, key: Key, value: T, revision: int) -> int | None:
         """The new revision, or None when the row is no longer at `revision`."""
         return await self._write(key, value, revision)
 
@@ -124,7 +129,7 @@ class Table(Generic[T]):
         while (found := await self.get(key)) is not None:
             row, revision = found
             new = changed(row)
-            if new == row or await self.update(key, new, revision):
+            if new == row or await self.update(key, new, revision) is not None:
                 return
 
     async def delete(self, key: Key) -> None:
@@ -205,10 +210,17 @@ async def existing_table(bus: Bus, name: str, row_type: type[T]) -> Table[T] | N
 class Tables:
     """The tables of the service. `await Tables.open(bus)`."""
 
-    def __init__(self, sessions: Table[SessionRow], models: Table[ModelRow], groups: Table[GroupRow]) -> None:
+    def __init__(
+        self,
+        sessions: Table[SessionRow],
+        models: Table[ModelRow],
+        groups: Table[GroupRow],
+        backlogs: Table[BacklogRow],
+    ) -> None:
         self.sessions = sessions
         self.models = models
         self.groups = groups
+        self.backlogs = backlogs
 
     @classmethod
     async def open(cls, bus: Bus, *, replicas: int = 1) -> Tables:
@@ -216,4 +228,5 @@ class Tables:
             sessions=await open_table(bus, "tinker_sessions", SessionRow, replicas=replicas),
             models=await open_table(bus, MODELS, ModelRow, replicas=replicas),
             groups=await open_table(bus, "tinker_groups", GroupRow, replicas=replicas),
+            backlogs=await open_table(bus, "tinker_backlogs", BacklogRow, replicas=replicas),
         )

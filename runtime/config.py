@@ -152,15 +152,33 @@ class Lora(Section, frozen=True):
 
 
 class Limits(Section, frozen=True):
-    """What a request may ask for. Requests past a limit fail alone, and say which limit."""
+    """What a request may ask for, and how much may wait.
+
+    A request past a `max_datum…` or `max_datums…` limit fails alone, and says which. One that finds too much waiting
+    for its result is not accepted now: HTTP answers 429, and a publish stays in the model's queue, which the broker
+    closes when it is full. The number whose turn it is always gets in.
+    """
 
     max_datum_tokens: CountOrZero = 0
     """Tokens in one datum; 0 for the base model's context length."""
     max_datums_per_request: CountOrZero = 0
     """Datums in one forward_backward; 0 for no limit."""
+    max_datum_bytes: CountOrZero = 32 * 1024**2
+    """Bytes of one datum as it is sent; 0 for no limit but `http.max_body_bytes`. What the broker cannot carry in one
+    message is stored apart from the log."""
     max_resident_models: CountOrZero = 0
     """Models in the ranks' memory; the one used longest ago is put away on disk and comes back with the same bits.
     0 for no limit."""
+    max_model_ops: CountOrZero = 1024
+    """Operations of one model that have no result yet; 0 for no limit."""
+    max_model_bytes: CountOrZero = 256 * 1024**2
+    """Bytes of them; 0 for no limit."""
+    max_group_ops: CountOrZero = 8192
+    """Operations of all models that have no result yet; 0 for no limit."""
+    max_group_bytes: CountOrZero = 2 * 1024**3
+    """Bytes of them; 0 for no limit."""
+    max_model_submissions: Count = 1024
+    """Messages in one model's submit queue, which event clients publish to."""
 
 
 class Recovery(Section, frozen=True):
@@ -266,6 +284,15 @@ def load(
     settings = read_struct(Settings, raw, "settings")
     check(settings)
     return settings
+
+
+def stream_limits(settings: Settings) -> dict[str, Any]:
+    """What the broker's streams are to keep: the arguments of `bus.streams.ensure_streams`."""
+    return {
+        "results_ttl_s": settings.results.ttl_s,
+        "results_max_bytes": settings.results.max_bytes,
+        "submit_max_msgs_per_model": settings.limits.max_model_submissions,
+    }
 
 
 def merge(into: dict[str, Any], other: Mapping[str, Any]) -> None:

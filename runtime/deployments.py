@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
+from bus.backlog import Backlog
 from bus.connection import Bus, Credentials, connect
 from bus.lease import open_leases
 from bus.ledger import Ledger
@@ -23,7 +24,8 @@ from bus.streams import ensure_streams
 from bus.tables import Tables
 from observability.publisher import MetricsPublisher
 from observability.recorder import Recorder
-from runtime.config import Settings
+from runtime.admission import Admission
+from runtime.config import Settings, stream_limits
 from runtime.keys import Keys
 from runtime.services import START_PATIENCE_S, Services, patiently
 
@@ -49,11 +51,7 @@ class Wiring:
         bus = await patiently(
             lambda: connect(self.nats_url, self.credentials, name=name), for_s=START_PATIENCE_S
         )
-        results = self.settings.results
-        await patiently(
-            lambda: ensure_streams(bus, results_ttl_s=results.ttl_s, results_max_bytes=results.max_bytes),
-            for_s=START_PATIENCE_S,
-        )
+        await patiently(lambda: ensure_streams(bus, **stream_limits(self.settings)), for_s=START_PATIENCE_S)
         return bus
 
     async def tables(self, bus: Bus) -> Tables:
@@ -61,6 +59,16 @@ class Wiring:
 
     async def ledger(self, bus: Bus) -> Ledger:
         return await patiently(lambda: Ledger.open(bus, self.group), for_s=START_PATIENCE_S)
+
+    @contextlib.asynccontextmanager
+    async def admission(self, bus: Bus, tables: Tables, ledger: Ledger) -> AsyncIterator[Admission]:
+        backlog = await patiently(
+            lambda: Backlog.open(bus, tables.backlogs, self.group), for_s=START_PATIENCE_S
+        )
+        try:
+            yield Admission(self.settings.limits, backlog, ledger)
+        finally:
+            await backlog.close()
 
 
 def process_name(role: str) -> str:
@@ -137,8 +145,10 @@ class IntakePart(BackgroundPart):
     async def work(self, bus: Bus, recorder: Recorder) -> None:
         from runtime.intake import Intake
 
-        log = OpsLog(bus, self._wiring.group, await self._wiring.ledger(bus))
-        await Intake(bus, log, await self._wiring.tables(bus), Results(bus), recorder).run()
+        tables, ledger = await self._wiring.tables(bus), await self._wiring.ledger(bus)
+        log = OpsLog(bus, self._wiring.group, ledger)
+        async with self._wiring.admission(bus, tables, ledger) as admission:
+            await Intake(bus, log, tables, Results(bus), admission, recorder).run()
 
 
 class OpenedApp:
@@ -178,21 +188,22 @@ async def ingress_app(wiring: Wiring) -> AsyncIterator[AsgiApp]:
     async with await wiring.connect("ingress") as bus:
         recorder = Recorder(process_name("ingress"), group=wiring.group)
         async with MetricsPublisher(bus, recorder):
-            tables = await wiring.tables(bus)
-            ledger = await wiring.ledger(bus)
-            yield build(
-                Deps(
-                    settings=wiring.settings,
-                    bus=bus,
-                    log=OpsLog(bus, wiring.group, ledger),
-                    results=Results(bus),
-                    tables=tables,
-                    ledger=ledger,
-                    keys=wiring.keys,
-                    ready=readiness(tables, wiring.group),
-                    recorder=recorder,
+            tables, ledger = await wiring.tables(bus), await wiring.ledger(bus)
+            async with wiring.admission(bus, tables, ledger) as admission:
+                yield build(
+                    Deps(
+                        settings=wiring.settings,
+                        bus=bus,
+                        log=OpsLog(bus, wiring.group, ledger),
+                        results=Results(bus),
+                        tables=tables,
+                        ledger=ledger,
+                        admission=admission,
+                        keys=wiring.keys,
+                        ready=readiness(tables, wiring.group),
+                        recorder=recorder,
+                    )
                 )
-            )
 
 
 @contextlib.asynccontextmanager

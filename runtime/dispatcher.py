@@ -18,7 +18,7 @@ import msgspec
 from actors.engine import EngineConfig
 from actors.group import GroupConfig, GroupDied, MegatronGroup
 from actors.models.families import spec_of
-from bus.errors import BrokerError
+from bus.errors import BrokerError, NewerFormat
 from bus.lease import Lease
 from bus.log import LogEntry
 from bus.tables import GroupRow
@@ -80,7 +80,10 @@ class Dispatcher:
         services.recorder.before_snapshot(self._gauges)
 
     async def run(self) -> None:
-        """Live after live of the group, for as long as the lease is ours. Raises LeaseLost, FingerprintDiffers."""
+        """Life after life of the group, for as long as the lease is ours.
+
+        Raises LeaseLost; FingerprintDiffers and NewerFormat where there are snapshots that this service must not use.
+        """
         time_s, name = self._s.settings.recovery.lease_s, f"dispatcher-{os.getpid()}"
         # The ranks take longer to start than a dead predecessor's lease to run out.
         acquiring = asyncio.create_task(Lease.acquire(self._s.leases, self._name, name, time_s))
@@ -114,7 +117,7 @@ class Dispatcher:
                 if pipeline is not None and pipeline.cautious and pipeline.suspect is not None:
                     await self._blame(pipeline.suspect)
                 await asyncio.sleep(REBUILD_PAUSE_S)
-            except FingerprintDiffers as refusal:
+            except (FingerprintDiffers, NewerFormat) as refusal:
                 await self._say("refused", detail=str(refusal))
                 raise
             except asyncio.CancelledError:

@@ -7,13 +7,14 @@ What came as JSON stays JSON, and so is answered in JSON.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
 
 from bus import log
 from bus.codec import JSON, MSGPACK, PROTOBUF, encode, peek_forward_only
-from bus.connection import HEADER_ROOM, Bus
+from bus.errors import CodecError
 from bus.events import Op, Refused
 from bus.log import LogEntry
 
@@ -29,7 +30,7 @@ def of_op(tenant: str, model_id: str, seq_id: int | None, op: Op, content_type: 
     entry = log.entry(tenant, model_id, seq_id, _verb(op), encode(op), MSGPACK)
     if content_type != JSON:
         return entry
-    # Tensors as base64, which is shorter than a list of numbers: what was sent in one message fits in one.
+    # Tensors as base64, which is shorter than a list of numbers.
     return replace(entry, body=msgspec.json.encode(op), content_type=JSON)
 
 
@@ -56,20 +57,17 @@ def of_refusal(
     return replace(of_op(tenant, model_id, seq_id, op, content_type), body_hash=log.body_hash(sent, MSGPACK))
 
 
-def fitted(bus: Bus, entry: LogEntry) -> LogEntry:
-    """The entry, or its refusal where the broker could not carry it in one message."""
-    limit = bus.max_payload - HEADER_ROOM
-    if len(entry.body) <= limit:
-        return entry
-    error = f"the request has {len(entry.body)} bytes; the limit is {limit} in one request"
-    verb = FORWARD if only_scores(entry) else entry.verb
-    return of_refusal(
-        entry.tenant, entry.model_id, entry.seq_id, error, None, entry.body, entry.content_type, verb
-    )
+def too_large(sizes: Sequence[int], limit: int) -> CodecError | None:
+    """What is wrong with the first datum above `limit` bytes, 0 for no limit; `sizes` are the datums', as they came."""
+    for i, size in enumerate(sizes):
+        if limit and size > limit:
+            error = f"data[{i}] has {size} bytes; the limit is {limit} (limits.max_datum_bytes)"
+            return CodecError(error, f"data[{i}]")
+    return None
 
 
 def only_scores(entry: LogEntry) -> bool:
-    """Whether an SDK body is a `forward`, which takes no gradient along when it fails. Parses the body."""
+    """Whether an SDK body is a `forward`, which takes no gradient along when it fails. Parses the body, all of it."""
     return entry.content_type == PROTOBUF and peek_forward_only(entry.body)
 
 

@@ -6,13 +6,14 @@ Everything that can be refused is refused here, for that operation alone, before
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from actors.engine import StepOutput
 from actors.group import MegatronGroup, RequestOutput
 from actors.packing import PackedRequest, PackingConfig, pack
 from actors.tenants import TenantConfig
+from bus.blobs import BlobLost
 from bus.errors import CodecError
 from bus.events import (
     CreateModel,
@@ -49,14 +50,19 @@ def packing(settings: Settings) -> PackingConfig:
 class HandOver:
     """Decides each turn of one group's life."""
 
-    def __init__(self, settings: Settings, group: MegatronGroup) -> None:
+    def __init__(
+        self, settings: Settings, group: MegatronGroup, whole: Callable[[LogEntry], Awaitable[LogEntry]]
+    ) -> None:
+        """`whole` brings the body of an entry whose body is stored apart. Raises BlobLost."""
         self._settings = settings
+        self._whole = whole
         self._spec = group.spec
         self._passes = Passes(group)
         self._packing = packing(settings)
         self.lost = LostCalls()
         self._live: dict[str, TenantConfig] = {}
         self._not_created: dict[str, str] = {}
+        self._lost_models: dict[str, str] = {}
         self._ended: set[str] = set()
 
     def config(self, model_id: str) -> TenantConfig | None:
@@ -67,9 +73,9 @@ class HandOver:
         """The ranks have the model from a snapshot."""
         self._live[model_id] = config
 
-    def give_up(self, model_id: str, because: str) -> None:
-        """The model is lost; its operations fail with `because`."""
-        self._not_created[model_id] = because
+    def lose(self, model_id: str, because: str) -> None:
+        """The model's state is lost; its operations fail with `because`."""
+        self._lost_models[model_id] = because
 
     def flush(self) -> None:
         """Hand to the ranks whatever had its turn."""
@@ -80,7 +86,7 @@ class HandOver:
 
         `given_up`: how often it took the ranks down; if at all, it does not go there again.
         """
-        entry = turn.entry
+        entry = whole = turn.entry
         job.loses_gradient = entry.verb == "forward_backward"
         try:
             if turn.lost is not None:
@@ -91,12 +97,19 @@ class HandOver:
                 job.outcome = outcomes.unloaded(entry.model_id)
             elif entry.model_id in self._not_created and entry.seq_id is not None:
                 job.outcome = outcomes.not_created(entry.model_id, self._not_created[entry.model_id])
-            elif given_up:
-                self._give_up(job, await _beside(entry, entry.op), given_up)
+            elif entry.model_id in self._lost_models and entry.seq_id is not None:
+                job.outcome = outcomes.model_lost(entry.model_id, self._lost_models[entry.model_id])
             else:
-                await self._hand_over(job, await _beside(entry, entry.op))
+                whole = await self._whole(entry)
+                op = await _beside(entry, whole.op)
+                if given_up:
+                    self._give_up(job, op, given_up)
+                else:
+                    await self._hand_over(job, op)
+        except BlobLost as error:
+            job.outcome = outcomes.body_lost(str(error))
         except CodecError as error:
-            if job.loses_gradient and entries.only_scores(entry):
+            if job.loses_gradient and entries.only_scores(whole):
                 job.loses_gradient, job.verb = False, "forward"
             job.outcome = Failed(error=str(error), category="user", field=error.field)
         except Refusal as refusal:
@@ -190,6 +203,6 @@ def _number(entry: LogEntry) -> int:
 
 async def _beside(entry: LogEntry, work: Callable[[], T]) -> T:
     """`work` for this entry: at once when it is small, in a thread when it would hold up the event loop."""
-    if len(entry.body) <= LARGE_BODY:
+    if entry.size <= LARGE_BODY:
         return work()
     return await asyncio.to_thread(work)

@@ -1,7 +1,8 @@
 """From the submit queue onto the log: what event clients publish, checked and appended.
 
-A submission leaves the queue once it stands on the log, or once it is certain that it never can. Everything here
-may happen twice, on one intake or on several, and changes nothing the second time.
+A submission leaves the queue once it stands on the log, or once it is certain that it never can. While its model
+has too much waiting it stays there, until the broker takes no more for that model. Everything here may happen twice,
+on one intake or on several, and changes nothing the second time.
 """
 
 from __future__ import annotations
@@ -13,33 +14,43 @@ import time
 
 from msgspec.structs import replace
 
-from bus.codec import JSON, MSGPACK, PROTOBUF
+from bus.codec import JSON, MSGPACK, PROTOBUF, datum_sizes, encode
 from bus.connection import BrokerUnreachable, Bus
 from bus.errors import CodecError
-from bus.events import CreateModel, Failed, Result
+from bus.events import CreateModel, Failed, ForwardBackward, Result, Submission
 from bus.log import BodyConflict, LogEntry, LogFull, OpsLog
 from bus.results import Results
 from bus.submit import SubmitReader, Submitted
 from bus.tables import ModelRow, Tables
 from observability.recorder import Recorder
 from runtime import entries
+from runtime.admission import Admission, QueueFull
 
 logger = logging.getLogger("tinkerbus.intake")
 
 PAUSE_S = 0.5
 """Between tries while the broker is away or the log is full."""
+SHORTEST_HOLD_S, LONGEST_HOLD_S = 0.25, 4.0
+"""How long what a model has no room for stays in the submit queue, the first time and at most. Other models' go on."""
 
 
 class Intake:
     """One reader of the submit queue. Any number may run, in any number of processes."""
 
     def __init__(
-        self, bus: Bus, log: OpsLog, tables: Tables, results: Results, recorder: Recorder | None = None
+        self,
+        bus: Bus,
+        log: OpsLog,
+        tables: Tables,
+        results: Results,
+        admission: Admission,
+        recorder: Recorder | None = None,
     ) -> None:
         self._bus = bus
         self._log = log
         self._tables = tables
         self._results = results
+        self._admission = admission
         self._recorder = recorder
         self._reader = SubmitReader(bus)
         self.dropped = 0
@@ -59,6 +70,10 @@ class Intake:
         while True:
             try:
                 await self._settle(submitted)
+            except QueueFull as error:
+                logger.debug("submission of model %r stays in the queue: %s", submitted.model_id, error)
+                await submitted.nak(hold_s(submitted.deliveries))
+                return
             except (LogFull, BrokerUnreachable) as error:
                 logger.warning("submission of model %r has to wait: %s", submitted.model_id, error)
                 await asyncio.sleep(PAUSE_S)
@@ -70,7 +85,7 @@ class Intake:
                 return
 
     async def _settle(self, submitted: Submitted) -> None:
-        entry = entry_of(submitted)
+        entry = entry_of(submitted, self._admission.limits.max_datum_bytes)
         if entry is None:
             self.dropped += 1
             logger.warning(
@@ -95,9 +110,7 @@ class Intake:
 
     async def _append(self, row: ModelRow, entry: LogEntry) -> None:
         try:
-            appended = await self._log.append(
-                entries.fitted(self._bus, entry), trimmed_below=row.trimmed_below
-            )
+            appended = await self._admission.append(self._log, entry, trimmed_below=row.trimmed_below)
         except BodyConflict as error:
             logger.warning("refused a submission of tenant %r: %s", entry.tenant, error)
         else:
@@ -150,6 +163,11 @@ class Intake:
             self._recorder.inc(name, stream=stream)
 
 
+def hold_s(deliveries: int) -> float:
+    """How long a submission of a model that has too much waiting stays away; it has come `deliveries` times."""
+    return min(LONGEST_HOLD_S, SHORTEST_HOLD_S * 2.0 ** min(deliveries - 1, 10))
+
+
 def _row_of(submitted: Submitted) -> ModelRow:
     """What the creation asks for; of one that cannot be understood, only whose it is."""
     row = ModelRow(tenant=submitted.tenant, base_model="", created_at=time.time())
@@ -164,9 +182,26 @@ def _uncreated(row: ModelRow) -> ModelRow:
     return replace(row, base_model="", lora=None, status="failed")
 
 
-def entry_of(submitted: Submitted) -> LogEntry | None:
-    """What goes onto the log for a submission; None where its number cannot be read."""
-    tenant, model_id, submission = submitted.tenant, submitted.model_id, submitted.submission
+def _within(submitted: Submitted, max_datum_bytes: int) -> Submission | CodecError:
+    """The submission, or what is wrong with the size of its datums."""
+    submission, body = submitted.submission, submitted.body
+    if isinstance(submission, CodecError) or not isinstance(submission.op, ForwardBackward):
+        return submission
+    if not max_datum_bytes or len(body) <= max_datum_bytes:
+        return submission
+    protobuf = submitted.content_type == PROTOBUF
+    sizes = datum_sizes(body) if protobuf else [len(encode(datum)) for datum in submission.op.data]
+    wrong = entries.too_large(sizes, max_datum_bytes)
+    if wrong is None:
+        return submission
+    wrong.seq_id = submission.seq_id
+    return wrong
+
+
+def entry_of(submitted: Submitted, max_datum_bytes: int = 0) -> LogEntry | None:
+    """What goes onto the log for a submission; None where its number cannot be read. 0 is no limit."""
+    tenant, model_id = submitted.tenant, submitted.model_id
+    submission = _within(submitted, max_datum_bytes)
     if isinstance(submission, CodecError):
         if submission.seq_id is None:
             return None

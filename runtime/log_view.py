@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from bus import scan, subjects
+from bus.blobs import BlobLost
 from bus.codec import CodecError
 from bus.connection import Bus
 from bus.events import CreateModel, request_id
@@ -128,7 +129,7 @@ class LogView:
                 )
             line.last_position = entry.position
             line.entries += 1
-            line.bytes += len(entry.body)
+            line.bytes += entry.size
             line.base_model = line.base_model or _base_model(entry)
         rows = {} if self._models is None else await self._models.all()
         for model_id, row in sorted(rows.items(), key=lambda item: item[1].created_at):
@@ -164,7 +165,7 @@ class LogView:
         )
         if entry is not None:
             found.position, found.verb, found.content_type = entry.position, entry.verb, entry.content_type
-            found.hash, found.bytes, found.op = entry.body_hash, len(entry.body), _op(entry)
+            found.hash, found.bytes, found.op = entry.body_hash, entry.size, await self._op(entry)
         return found
 
     async def follow(self, model_id: str, from_position: int | None = None) -> AsyncGenerator[Line, None]:
@@ -196,6 +197,13 @@ class LogView:
                     yield item
                 else:
                     early[item.seq_id] = item
+
+    async def _op(self, entry: LogEntry) -> dict[str, Any]:
+        try:
+            op: dict[str, Any] = summary((await self._log.whole(entry)).op())
+        except (BlobLost, CodecError) as error:
+            return {"error": f"cannot be read: {error}"}
+        return op
 
     async def _tenant_of(self, model_id: str) -> str:
         """Raises NotThere for a model that neither the table nor the log knows."""
@@ -233,8 +241,8 @@ async def _entry_lines(log: OpsLog, model_id: str, position: int) -> AsyncGenera
                 request_id=entry.request_id,
                 seq_id=entry.seq_id,
                 verb=entry.verb,
-                bytes=len(entry.body),
-                says=_op_says(entry),
+                bytes=entry.size,
+                says=await _op_says(log, entry),
             )
 
 
@@ -286,18 +294,10 @@ def _base_model(entry: LogEntry) -> str | None:
     return None
 
 
-def _op(entry: LogEntry) -> dict[str, Any]:
+async def _op_says(log: OpsLog, entry: LogEntry) -> str:
     try:
-        op: dict[str, Any] = summary(entry.op())
-    except CodecError as error:
-        return {"error": f"cannot be read: {error}"}
-    return op
-
-
-def _op_says(entry: LogEntry) -> str:
-    try:
-        return op_in_a_line(entry.op())
-    except CodecError as error:
+        return op_in_a_line((await log.whole(entry)).op())
+    except (BlobLost, CodecError) as error:
         return f"cannot be read: {error}"
 
 

@@ -48,6 +48,10 @@ def not_created(model_id: str, because: str) -> Failed:
     )
 
 
+def model_lost(model_id: str, because: str) -> Failed:
+    return Failed(error=f"model_id {model_id!r} is lost: {because}", category="server", field="model_id")
+
+
 def unloaded(model_id: str) -> Failed:
     return Failed(error=f"model_id {model_id!r} was unloaded", category="user", field="model_id")
 
@@ -88,7 +92,5 @@ def given_up(tries: int) -> Failed:
     )
 
 
-def too_large(error: str) -> Failed:
-    return Failed(
-        error=f"the operation took effect, but its result cannot be delivered: {error}", category="user"
-    )
+def body_lost(error: str) -> Failed:
+    return Failed(error=f"the operation did not run: {error}", category="server")

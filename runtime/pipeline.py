@@ -8,8 +8,11 @@ state, and its results are compared with those already published.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import math
 import time
+from collections.abc import Awaitable
 
 from actors.group import GroupDied, MegatronGroup
 from actors.window import PassFailed, WindowIncomplete
@@ -18,15 +21,17 @@ from bus.events import Failed, ModelUnloaded, Refused
 from bus.lease import Lease, LeaseLost
 from bus.log import BodyConflict, LogEntry
 from bus.log import entry as log_entry
-from bus.tables import ModelRow
-from runtime import fingerprint, outcomes, snapshots
+from runtime import outcomes, snapshots
 from runtime.hand_over import HandOver
 from runtime.job import Job
-from runtime.sequencer import GAP, LaneState, Sequencer, Turn
+from runtime.pace import Pace
+from runtime.recovery import Recovery
+from runtime.sequencer import GAP, Sequencer, Turn
 from runtime.services import Services, patiently
 from runtime.settling import Settling
 from runtime.snapshots import Snapshots
 from runtime.snapshotting import Snapshotting
+from runtime.unfinished import Unfinished, report
 
 log = logging.getLogger(__name__)
 
@@ -57,13 +62,14 @@ class Pipeline:
         self._snapshots = kept
         self._fingerprint = bits
         self._snapshotting = Snapshotting(services, lease, group, kept)
-        self._ranks_answered = 0.0
-        self._hand_over = HandOver(services.settings, group)
+        self._pace = Pace()
+        self._hand_over = HandOver(services.settings, group, self._whole)
         self._sequencer = Sequencer()
         self._settling = Settling(services, lease)
         self._accepted: dict[str, dict[int | None, float]] = {}
         """Per model: when each operation that waits was read."""
         self._last_accepted: dict[str, float] = {}
+        self._unfinished = Unfinished()
         self._running: dict[str, Job] = {}
         self._wake = asyncio.Event()
         self._slots = asyncio.Semaphore(1 if cautious else DEPTH)
@@ -82,10 +88,15 @@ class Pipeline:
     async def run(self) -> None:
         """Raises LeaseLost, GroupDied; FingerprintDiffers where snapshots do not fit this machine."""
         self._replay_to = await self._s.log.last_position()
-        done_with = await self._resume()
+        recovery = Recovery(self._s, self._group, self._snapshots, self._fingerprint)
+        done_with = await recovery.resume(self._sequencer, self._hand_over)
+        await patiently(lambda: self._s.log.forget_all(done_with))
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._read(done_with))
+                tasks.create_task(
+                    report(self._s.tables.backlogs, self._s.log.group, self._unfinished, self._has_read_all)
+                )
                 tasks.create_task(self._watch_gaps())
                 tasks.create_task(self._report_replay())
                 tasks.create_task(self._watch_end())
@@ -106,48 +117,21 @@ class Pipeline:
                 found.setdefault(job.entry.model_id, []).append(job.accepted)
         return found
 
-    async def _resume(self) -> set[str]:
-        """Every model that has a snapshot, from its newest; the models that have ended."""
-        done_with = set()
-        for key, row in (await self._s.tables.models.all()).items():
-            model_id = str(key)
-            if row.status == "unloaded":
-                done_with.add(model_id)
-            elif row.status == "live":
-                await self._resume_model(model_id, row)
-        return done_with
+    async def _whole(self, entry: LogEntry) -> LogEntry:
+        return await patiently(lambda: self._s.log.whole(entry))
 
-    async def _resume_model(self, model_id: str, row: ModelRow) -> None:
-        for found in await asyncio.to_thread(self._snapshots.of, model_id):
-            manifest = found.manifest
-            for word in fingerprint.compare(
-                manifest.fingerprint,
-                self._fingerprint,
-                accept_new_bits=self._s.settings.recovery.accept_new_bits,
-            ):
-                log.warning("model %s goes on with other bits: %s", model_id, word)
-            try:
-                await self._group.restore(model_id, manifest.config, found.folder)
-            except PassFailed as error:
-                log.warning("snapshot %s cannot be used: %s", found.folder, error)
-                continue
-            self._sequencer.resume(model_id, manifest.lane)
-            self._hand_over.resume(model_id, manifest.config)
-            self._hand_over.lost.resume(model_id, manifest.window)
-            self._s.recorder.begin(model=model_id)
-            return
-        if row.trimmed_below:
-            because = "none of its snapshots can be read, and the log begins after its creation"
-            log.error("model %s is lost: %s", model_id, because)
-            self._sequencer.resume(model_id, LaneState(next_seq=row.trimmed_below))
-            self._hand_over.give_up(model_id, because)
+    def _has_read_all(self) -> bool:
+        """Whether everything that was on the log at the start is counted."""
+        return self.position >= self._replay_to
 
     async def _read(self, done_with: set[str]) -> None:
         """`done_with`: models that ended before this life; what they had done is not needed any more."""
         async for entry in self._s.log.read(1):
             assert entry.position is not None
             self._s.recorder.inc("tinkerbus_bus_consumed_messages_total", stream="ops")
-            if await self._is_news(entry, done_with):
+            news = await self._is_news(entry, done_with)
+            self._unfinished.read(entry, waits=news and not self._settling.had_its_result(entry))
+            if news:
                 now = time.monotonic()
                 self._accepted.setdefault(entry.model_id, {})[entry.seq_id] = now
                 self._last_accepted[entry.model_id] = now
@@ -171,6 +155,9 @@ class Pipeline:
     async def _take_turns(self, tasks: asyncio.TaskGroup) -> None:
         while True:
             self._wake.clear()
+            if room_in := self._pace.room_in(time.monotonic()):
+                await _at_most(self._wake.wait(), room_in)
+                continue
             turn = self._sequencer.next_turn()
             if turn is None:
                 if self.position >= self._replay_to and not self._running:
@@ -198,7 +185,7 @@ class Pipeline:
             self._fingerprint,
         )
         under_way = [job for job in self._running.values() if job.entry.model_id == model_id]
-        tasks.create_task(_awaited(self._snapshotting.take(manifest, under_way)))
+        self._snapshotting.take(tasks, manifest, under_way)
 
     def _all_is_replayed(self) -> None:
         self.caught_up.set()
@@ -213,6 +200,8 @@ class Pipeline:
         verb = "refused" if entry.verb == GAP else entry.verb
         job = Job(entry, verb, accepted, now)
         await self._hand_over.begin(job, turn, self._settling.given_up(entry))
+        if job.ranks is not None:
+            self._pace.handed_over(job, time.monotonic())
         if isinstance(job.outcome, Failed):
             await self._note_failure(job)
         return job
@@ -221,7 +210,10 @@ class Pipeline:
         try:
             if job.ranks is not None:
                 try:
-                    answer = await job.ranks
+                    try:
+                        answer = await job.ranks
+                    finally:
+                        self._spent(job)
                     if job.finish is not None:
                         job.outcome = job.finish(answer)
                 except WindowIncomplete as error:
@@ -236,11 +228,12 @@ class Pipeline:
             if job.entry.seq_id is None:
                 self._accepted.pop(job.entry.model_id, None)
                 self._last_accepted.pop(job.entry.model_id, None)
-            self._spent(job)
             await self._settling.settle(job, job.outcome)
+            self._unfinished.finish(job.entry)
             job.settled.set()
             if isinstance(job.outcome, ModelUnloaded):
-                await asyncio.to_thread(self._snapshotting.forget, job.entry.model_id)
+                self._pace.forget(job.entry.model_id)
+                await self._snapshotting.forget(job.entry.model_id)
         finally:
             del self._running[job.entry.request_id]
             self._slots.release()
@@ -256,10 +249,10 @@ class Pipeline:
 
     def _spent(self, job: Job) -> None:
         """Count the ranks' time for an operation that they have just answered."""
-        now = time.monotonic()
-        if job.ranks is not None and self._hand_over.config(job.entry.model_id) is not None:
-            self._snapshotting.spent(job.entry.model_id, now - max(job.started, self._ranks_answered))
-        self._ranks_answered = now
+        seconds = self._pace.answered(job, time.monotonic())
+        self._sequencer.charge(job.entry.tenant, seconds)
+        if self._hand_over.config(job.entry.model_id) is not None:
+            self._snapshotting.spent(job.entry.model_id, seconds)
 
     async def _note_failure(self, job: Job) -> None:
         """A gradient is missing from the window: the step behind it has to know."""
@@ -275,9 +268,9 @@ class Pipeline:
             await asyncio.sleep(min(1.0, timeout_s / 4))
             for model_id, seq_id in self._sequencer.missing().items():
                 if time.monotonic() - self._last_accepted[model_id] >= timeout_s:
-                    await patiently(lambda m=model_id, n=seq_id: self._give_up(m, n))  # type: ignore[misc]
+                    await patiently(lambda m=model_id, n=seq_id: self._close_gap(m, n))  # type: ignore[misc]
 
-    async def _give_up(self, model_id: str, seq_id: int) -> None:
+    async def _close_gap(self, model_id: str, seq_id: int) -> None:
         found = await self._s.tables.models.get(model_id)
         if found is None:
             return
@@ -311,5 +304,7 @@ class Pipeline:
                 return
 
 
-async def _awaited(task: asyncio.Task[None]) -> None:
-    await task
+async def _at_most(event: Awaitable[object], seconds: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds if seconds < math.inf else None):
+            await event

@@ -1,7 +1,8 @@
 """Whose turn it is: every model's operations in `seq_id` order, whatever order the log holds them in.
 
 Pure: entries go in as they are read, turns come out. What comes out is a function of the log's contents alone, so a
-replay decides as the first run did. A gap holds its own model and no other; models with something to do take turns.
+replay decides the same for every model. A gap holds its own model and no other; models with something to do take
+turns, by the rank time that their tenants used.
 
 A missing number can be given up: the log then holds a `gap` entry in its place, and what waited behind it when that
 was written fails and names it.
@@ -9,10 +10,10 @@ was written fails and names it.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from bus.log import LogEntry
+from runtime.lanes import Lanes
 
 GAP = "gap"
 """Verb of the entry that stands for a number that never came."""
@@ -31,6 +32,8 @@ class Turn:
 class _Lane:
     """One model's entries."""
 
+    tenant: str = ""
+    """As its entries say; none has come while it is empty."""
     next_seq: int = 0
     waiting: dict[int, LogEntry] = field(default_factory=dict)
     end: LogEntry | None = None
@@ -60,28 +63,33 @@ class Sequencer:
 
     def __init__(self) -> None:
         self._lanes: dict[str, _Lane] = {}
-        self._ready: OrderedDict[str, None] = OrderedDict()
+        self._fair = Lanes()
 
     def offer(self, entry: LogEntry) -> None:
         """Take in the next entry of the log. O(1)."""
         lane = self._lanes.setdefault(entry.model_id, _Lane())
+        lane.tenant = entry.tenant
         if entry.seq_id is None:
             lane.end = entry
         elif entry.seq_id >= lane.next_seq:
             lane.waiting[entry.seq_id] = entry
         if lane.runnable():
-            self._ready.setdefault(entry.model_id)
+            self._fair.add(lane.tenant, entry.model_id)
 
     def next_turn(self) -> Turn | None:
-        """The entry whose turn it is, or None while every model is idle or held by a gap. O(1)."""
-        if not self._ready:
+        """The entry whose turn it is, or None while every model is idle or held by a gap."""
+        model_id = self._fair.take()
+        if model_id is None:
             return None
-        model_id, _ = self._ready.popitem(last=False)
         lane = self._lanes[model_id]
         turn = self._take(lane)
         if lane.runnable():
-            self._ready[model_id] = None  # behind the other models
+            self._fair.add(lane.tenant, model_id)
         return turn
+
+    def charge(self, tenant: str, seconds: float) -> None:
+        """Rank time that this tenant's operations took: who used less comes first from now on."""
+        self._fair.charge(tenant, seconds)
 
     def _take(self, lane: _Lane) -> Turn:
         entry = lane.waiting.pop(lane.next_seq, None)

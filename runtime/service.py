@@ -24,7 +24,7 @@ from bus.embedded import EmbeddedBroker
 from bus.streams import ensure_streams
 from bus.tables import Tables
 from runtime import keys as key_file
-from runtime.config import Settings
+from runtime.config import Settings, stream_limits
 from runtime.keys import Keys
 from runtime.services import START_PATIENCE_S, patiently
 
@@ -187,15 +187,12 @@ def _serve(
 async def _announce_start(nats_url: str, credentials: Credentials | None, settings: Settings) -> None:
     """Put the streams in place, and take back what an earlier life said of being ready."""
     async with await connect(nats_url, credentials, name="up") as bus:
-        results = settings.results
 
         async def announce() -> None:
-            await ensure_streams(bus, results_ttl_s=results.ttl_s, results_max_bytes=results.max_bytes)
+            await ensure_streams(bus, **stream_limits(settings))
             tables = await Tables.open(bus)
             await tables.groups.delete(GROUP)
-            if (
-                settings.nats.url is None
-            ):  # nobody else is on a broker of our own, whose folder we have locked
+            if settings.nats.url is None:  # nobody else is on a broker of our own: we have locked its folder
                 await lease.free(await lease.open_leases(bus), GROUP)
 
         await patiently(announce, for_s=START_PATIENCE_S)

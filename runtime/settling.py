@@ -14,7 +14,6 @@ from typing import Literal
 import msgspec
 
 from bus import codec
-from bus.connection import MessageTooLarge
 from bus.events import Failed, ForwardBackwardDone, ModelUnloaded, OptimStepDone, Outcome, Result
 from bus.lease import Lease
 from bus.ledger import LedgerRow
@@ -22,7 +21,6 @@ from bus.log import LogEntry
 from bus.results import Published
 from bus.tables import ModelRow
 from observability.training import record_forward_backward, record_optim_step
-from runtime import outcomes
 from runtime.job import Job
 from runtime.services import Services, patiently
 
@@ -68,7 +66,7 @@ class Settling:
         if entry.seq_id == 0:
             await self._begin_model(entry.model_id, live=not isinstance(outcome, Failed))
         published = await patiently(lambda: self._publish(entry, outcome))
-        if self._had_its_result(entry):
+        if self.had_its_result(entry):
             self._count_replay(entry, published)
         elif self.given_up(entry):
             if published is Published.NEW:
@@ -80,27 +78,22 @@ class Settling:
         if isinstance(outcome, ModelUnloaded):
             self._s.recorder.remove(model=entry.model_id)
             await self._set_status(entry.model_id, "unloaded")
+            await patiently(lambda: self._s.log.forget(entry.model_id))
 
-    def _had_its_result(self, entry: LogEntry) -> bool:
+    def had_its_result(self, entry: LogEntry) -> bool:
         """What is given up is written down first, and gets its result in the life that follows."""
         return (entry.model_id, entry.seq_id) in self._known and not self.given_up(entry)
 
     async def _publish(self, entry: LogEntry, outcome: Outcome) -> Published:
         if (
-            self._had_its_result(entry)
+            self.had_its_result(entry)
             and await self._s.results.get(entry.tenant, entry.model_id, entry.seq_id) is None
         ):
             return Published.SAME  # it was published once, and has expired since
         result = Result(
             request_id=entry.request_id, model_id=entry.model_id, seq_id=entry.seq_id, outcome=outcome
         )
-        try:
-            published = await self._s.results.publish(entry.tenant, result, _answered_in(entry, outcome))
-        except MessageTooLarge as error:
-            too_large = msgspec.structs.replace(result, outcome=outcomes.too_large(str(error)))
-            published = await self._s.results.publish(
-                entry.tenant, too_large, _answered_in(entry, too_large.outcome)
-            )
+        published = await self._s.results.publish(entry.tenant, result, _answered_in(entry, outcome))
         if published is Published.NEW:
             self._s.recorder.inc("tinkerbus_bus_published_messages_total", stream="results")
         return published

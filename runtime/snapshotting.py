@@ -36,37 +36,44 @@ class Snapshotting:
         self._snapshots = snapshots
         self._to_repeat: dict[str, float] = {}
         """Per model, seconds of work on the ranks since its newest snapshot."""
-        self._under_way = False
+        self._under_way: asyncio.Task[None] | None = None
 
     def spent(self, model_id: str, seconds: float) -> None:
         """The ranks worked on the model for so long."""
         self._to_repeat[model_id] = self._to_repeat.get(model_id, 0.0) + seconds
 
-    def forget(self, model_id: str) -> None:
-        """The model has ended. Blocks."""
+    async def forget(self, model_id: str) -> None:
+        """The model has ended."""
         self._to_repeat.pop(model_id, None)
-        self._snapshots.forget(model_id)
+        if self._under_way is not None:  # it may be of this model, whose folder goes
+            await asyncio.wait([self._under_way])
+        await asyncio.to_thread(self._snapshots.forget, model_id)
 
     def due(self) -> str | None:
         """The model whose snapshot is to be taken now."""
-        if self._under_way or sum(self._to_repeat.values()) <= self._s.settings.recovery.replay_budget_s:
+        budget_s = self._s.settings.recovery.replay_budget_s
+        if self._under_way is not None or sum(self._to_repeat.values()) <= budget_s:
             return None
         return max(self._to_repeat, key=self._to_repeat.__getitem__)
 
-    def take(self, manifest: Manifest, under_way: Sequence[Job]) -> asyncio.Task[None]:
-        """Hand the copying to the ranks at once; the task is over when the snapshot is there, or has failed.
+    def take(self, tasks: asyncio.TaskGroup, manifest: Manifest, under_way: Sequence[Job]) -> None:
+        """Hand the copying to the ranks at once; a task among `tasks` sees to the rest.
 
         `under_way`: the model's operations without a result yet; the snapshot holds what they did, so it must not be
         there before their results are.
         """
-        self._under_way = True
         self._to_repeat.pop(manifest.model_id, None)
         try:
             aside = self._snapshots.begin(manifest.model_id)
         except OSError as error:
-            return asyncio.ensure_future(self._failed(manifest.model_id, None, error))
+            self._count_failure(manifest.model_id, error)
+            return
         copying = self._group.snapshot(manifest.model_id, aside)
-        return asyncio.ensure_future(self._finish(manifest, aside, copying, list(under_way)))
+        self._under_way = tasks.create_task(self._finish(manifest, aside, copying, list(under_way)))
+        self._under_way.add_done_callback(self._is_over)
+
+    def _is_over(self, _: asyncio.Task[None]) -> None:
+        self._under_way = None
 
     async def _finish(
         self, manifest: Manifest, aside: Path, copying: asyncio.Task[None], under_way: list[Job]
@@ -82,11 +89,11 @@ class Snapshotting:
         except (GroupDied, LeaseLost):
             raise
         except Exception as error:
-            await self._failed(manifest.model_id, aside, error)
+            self._count_failure(manifest.model_id, error)
+            await asyncio.to_thread(self._snapshots.abandon, aside)
             return
         self._s.recorder.inc("tinkerbus_snapshots_total")
         await self._trim(manifest.model_id)
-        self._under_way = False
 
     async def _written(self, aside: Path) -> None:
         """Raises OSError where a rank could not write its part."""
@@ -98,13 +105,10 @@ class Snapshotting:
         if outcome:
             raise OSError(outcome)
 
-    async def _failed(self, model_id: str, aside: Path | None, error: Exception) -> None:
+    def _count_failure(self, model_id: str, error: Exception) -> None:
         """The state stays where it is, in memory and on the log; the next try comes with the next budget."""
         log.error("the snapshot of model %s failed: %s", model_id, error)
         self._s.recorder.inc("tinkerbus_snapshots_failed_total")
-        if aside is not None:
-            await asyncio.to_thread(self._snapshots.abandon, aside)
-        self._under_way = False
 
     async def _trim(self, model_id: str) -> None:
         """Drop from the log what not even the older of the snapshots needs."""
@@ -118,7 +122,7 @@ class Snapshotting:
 
         # First the row, which sends senders of old numbers to the ledger.
         await patiently(lambda: self._s.tables.models.change(model_id, changed))
-        await patiently(lambda: self._s.log.trim(model_id, lane.log_from))
+        await patiently(lambda: self._s.log.trim(model_id, lane.log_from, lane.next_seq))
 
 
 def _failures(jobs: list[Job]) -> dict[int, int]:

@@ -26,11 +26,13 @@ PUBLISHED = "tinkerbus_bus_published_messages_total"
 
 
 async def accept(deps: Deps, row: ModelRow, entry: LogEntry) -> Response:
-    """Append to the model's log, and answer with the future. 400 where the number holds another body."""
-    entry = entries.fitted(deps.bus, entry)
+    """Append to the model's log, and answer with the future. 400 where the number holds another body.
+
+    Raises QueueFull.
+    """
     try:
-        async with deps.large if len(entry.body) > INLINE_BYTES else contextlib.nullcontext():
-            appended = await deps.log.append(entry, trimmed_below=row.trimmed_below)
+        async with deps.large if entry.size > INLINE_BYTES else contextlib.nullcontext():
+            appended = await deps.admission.append(deps.log, entry, trimmed_below=row.trimmed_below)
     except BodyConflict:
         raise HTTPException(
             400,

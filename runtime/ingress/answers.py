@@ -14,7 +14,7 @@ from fastapi import Response
 from bus.codec import PROTOBUF
 
 RETRY_AFTER_S = 2
-"""What a client waits when the broker is full or away; the SDK obeys up to 60 s."""
+"""What a client waits when too much waits, or the broker is full or away; the SDK obeys up to 60 s."""
 
 
 def answer(content: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -41,6 +41,12 @@ def protobuf(body: bytes) -> Response:
 
 def refusal(status: int, detail: str, headers: dict[str, str] | None = None) -> Response:
     return answer({"detail": detail}, status, headers)
+
+
+def full(detail: str) -> Response:
+    """429: too much waits for its result. Nothing was accepted, and the same request may be sent again."""
+    content = {"detail": detail, "queue_state": "paused_capacity", "queue_state_reason": detail}
+    return answer(content, 429, {"retry-after": str(RETRY_AFTER_S)})
 
 
 def later(detail: str) -> Response:

@@ -19,6 +19,7 @@ from bus.log import OpsLog
 from bus.results import Results
 from bus.tables import ModelRow, SessionRow, Tables
 from observability.recorder import Recorder
+from runtime.admission import Admission
 from runtime.config import Settings
 from runtime.keys import Keys
 
@@ -36,6 +37,7 @@ class Deps:
     results: Results
     tables: Tables
     ledger: Ledger
+    admission: Admission
     keys: Keys
     ready: Callable[[], Awaitable[str | None]]
     """None when requests can be served, else what is missing."""

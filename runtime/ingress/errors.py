@@ -1,7 +1,7 @@
 """Every way a request can fail, as JSON with a `detail` that a person can act on.
 
-A broker that is full or away becomes 429: nothing was accepted, and the SDK waits before it asks again (on 5xx its
-polls come back at once). A client's mistake is never 5xx, which the SDK repeats for ever.
+A queue that is full, and a broker that is full or away, become 429: nothing was accepted, and the SDK waits before it
+asks again (on 5xx its polls come back at once). A client's mistake is never 5xx, which the SDK repeats for ever.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from starlette.exceptions import HTTPException as RoutingError
 
 from bus.connection import BrokerError, MessageTooLarge
 from bus.log import LogFull
-from runtime.ingress.answers import later, refusal
+from runtime.admission import QueueFull
+from runtime.ingress.answers import full, later, refusal
 
 logger = logging.getLogger("tinkerbus.ingress")
 
@@ -24,6 +25,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(RoutingError, _not_routed)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(MessageTooLarge, _too_large)
+    app.add_exception_handler(QueueFull, _full)
     app.add_exception_handler(LogFull, _later)
     app.add_exception_handler(BrokerError, _later)
     app.add_exception_handler(Exception, _failed)
@@ -51,6 +53,10 @@ async def _invalid(_: Request, error: Exception) -> Response:
 
 async def _too_large(_: Request, error: Exception) -> Response:
     return refusal(413, str(error))
+
+
+async def _full(_: Request, error: Exception) -> Response:
+    return full(str(error))
 
 
 async def _later(_: Request, error: Exception) -> Response:

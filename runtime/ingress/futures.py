@@ -63,7 +63,7 @@ async def _gone(deps: Deps, row: ModelRow, request_id: str) -> bool:
     model_id, seq_id = parse_request_id(request_id)
     if await deps.ledger.find(model_id, seq_id) is not None:
         return True
-    if await deps.log.get(model_id, seq_id) is not None:
+    if await deps.log.holds(model_id, seq_id):
         return False
     if row.status in ("creating", "live"):
         raise _unknown(request_id)

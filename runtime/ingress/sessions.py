@@ -58,13 +58,7 @@ async def session_heartbeat(request: Request, tenant: Caller, deps: Injected) ->
 async def finish(session_id: str, tenant: Caller, deps: Injected) -> Response:
     """End a session, and each of its models once what was sent for it has run. Again is the same."""
     await owned_session(deps, tenant, session_id)
-    while (found := await deps.tables.sessions.get(session_id)) is not None:
-        row, revision = found
-        if row.status == "finished":
-            break
-        ended = msgspec.structs.replace(row, status="finished")
-        if await deps.tables.sessions.update(session_id, ended, revision):
-            break
+    await deps.tables.sessions.change(session_id, lambda row: msgspec.structs.replace(row, status="finished"))
     await _unload_models(deps, tenant, session_id)
     return answer({"status": "finished"})
 

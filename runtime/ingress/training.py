@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, HTTPException, Request, Response
 
-from bus.codec import JSON, PROTOBUF, peek_forward_backward
+from bus.codec import JSON, PROTOBUF, datum_sizes, peek_forward_backward, peek_forward_only
 from bus.errors import CodecError
 from bus.log import LogEntry
 from runtime import entries
@@ -35,7 +35,8 @@ async def forward_backward(request: Request, tenant: Caller, deps: Injected) -> 
         )
     body = await read_body(request, deps.settings.http.max_body_bytes)
     try:
-        entry = await off_loop(len(body), _entry, tenant, body)
+        limit = deps.settings.limits.max_datum_bytes
+        entry = await off_loop(len(body), _entry, tenant, body, limit)
     except CodecError as error:
         raise HTTPException(400, str(error)) from error
     row = await owned_model(deps, tenant, entry.model_id)
@@ -48,6 +49,10 @@ async def optim_step(request: Request, tenant: Caller, deps: Injected) -> Respon
     return await accept_json(deps, tenant, "optim_step", sent, fields, read_optim_step)
 
 
-def _entry(tenant: str, body: bytes) -> LogEntry:
+def _entry(tenant: str, body: bytes, max_datum_bytes: int) -> LogEntry:
+    """The request as it came, or its refusal where a datum is too large."""
     model_id, seq_id = peek_forward_backward(body)
+    if 0 < max_datum_bytes < len(body) and (wrong := entries.too_large(datum_sizes(body), max_datum_bytes)):
+        verb = entries.FORWARD if peek_forward_only(body) else entries.FORWARD_BACKWARD
+        return entries.of_refusal(tenant, model_id, seq_id, str(wrong), wrong.field, body, verb=verb)
     return entries.of_sdk_body(tenant, model_id, seq_id, body)

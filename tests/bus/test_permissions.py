@@ -138,6 +138,7 @@ async def test_everything_else_is_closed(tenant: Client, bus: Bus, subject: str,
     assert await answer(tenant, subject, body) is None
     assert await messages(bus) == before
     assert [info.config.name for info in await bus.js.streams_info()] == [
+        "TINKER_BLOBS",
         "TINKER_OPS",
         "TINKER_RESULTS",
         "TINKER_SUBMIT",

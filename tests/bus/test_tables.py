@@ -52,7 +52,7 @@ async def test_concurrent_updates_by_revision_lose_no_count(
         while done < 10:
             found = await table.get("a")
             assert found is not None
-            done += await table.update("a", Counter(found[0].count + 1), found[1])
+            done += await table.update("a", Counter(found[0].count + 1), found[1]) is not None
 
     await asyncio.gather(add_ten(counters), add_ten(other))
     found = await counters.get("a")

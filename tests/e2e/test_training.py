@@ -327,7 +327,7 @@ def _by_hand(served: Served, model: str, *, seq_id: int, loss: str, datums: int)
 def test_a_body_up_to_the_servers_own_limit_gets_through_the_proxy(one_rank: Served) -> None:
     model = sdk.model_id(sdk.training_client(one_rank.service))
     request = tinker_public_pb2.ForwardBackwardRequest(model_id=model, seq_id=1, loss_fn="cross_entropy")
-    request.data.add().model_input.add().encoded_text.tokens = bytes(7 * 2**20)
+    request.data.add().model_input.add().encoded_text.tokens = bytes(20 * 2**20)
     status, answer = post(one_rank, "forward_backward", request.SerializeToString(), "application/x-protobuf")
     assert status == 200, answer
     _, answer = post_json(one_rank, "retrieve_future", {"request_id": answer["request_id"]})

@@ -59,8 +59,8 @@ async def service_on(
         stack.push_async_callback(bus.close)
         await ensure_streams(bus)
         log = OpsLog(bus, f"group-{secrets.token_hex(4)}")
-        tables, results = await Tables.open(bus), Results(bus)
-        dispatcher = StandInDispatcher(log, results, tables)
+        tables, results, ledger = await Tables.open(bus), Results(bus), await Ledger.open(bus, log.group)
+        dispatcher = StandInDispatcher(log, results, tables, ledger)
         await dispatcher.announce()
         await stack.enter_async_context(running(dispatcher.run()))
         yield Service(
@@ -73,7 +73,7 @@ async def service_on(
             log=log,
             results=results,
             tables=tables,
-            ledger=await Ledger.open(bus, log.group),
+            ledger=ledger,
             dispatcher=dispatcher,
             stack=stack,
         )

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import uvicorn
 
+from bus.backlog import Backlog
 from bus.connection import Bus, Credentials, connect
 from bus.errors import CodecError
 from bus.events import (
@@ -39,11 +40,14 @@ from bus.ledger import Ledger
 from bus.log import LogEntry, OpsLog
 from bus.results import Results
 from bus.tables import GroupRow, Tables
+from runtime.admission import REFUSING_S, Admission
 from runtime.config import Settings
 from runtime.ingress.app import build
 from runtime.ingress.deps import Deps
 from runtime.ingress.readiness import readiness
 from runtime.keys import Keys
+from runtime.unfinished import Unfinished, report
+from tests.bus.waiting import until
 
 BASE_MODEL = "tiny"
 MODEL_DIR = "/models/tiny"
@@ -70,8 +74,10 @@ def logprobs_of(datum: Datum) -> list[float]:
 class StandInDispatcher:
     """Runs what is on the log, in order, one model at a time."""
 
-    def __init__(self, log: OpsLog, results: Results, tables: Tables) -> None:
-        self._log, self._results, self._tables = log, results, tables
+    def __init__(self, log: OpsLog, results: Results, tables: Tables, ledger: Ledger) -> None:
+        self._log, self._results, self._tables, self._ledger = log, results, tables, ledger
+        self._unfinished = Unfinished()
+        self._turns: asyncio.Queue[LogEntry] = asyncio.Queue()
         self._next: dict[str, int] = defaultdict(int)
         self._waiting: dict[str, dict[int, LogEntry]] = defaultdict(dict)
         self.ran: list[tuple[str, int | None, str]] = []
@@ -79,6 +85,11 @@ class StandInDispatcher:
         self.go = asyncio.Event()
         """Cleared, nothing runs."""
         self.go.set()
+
+    @property
+    def position(self) -> int:
+        """Of the last entry that it has read."""
+        return self._unfinished.position
 
     async def announce(self, status: Any = "ready") -> None:
         row = GroupRow(
@@ -92,13 +103,21 @@ class StandInDispatcher:
         await self._tables.groups.put(self._log.group, row)
 
     async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(report(self._tables.backlogs, self._log.group, self._unfinished))
+            tasks.create_task(self._read())
+            while True:
+                await self._run(await self._turns.get())
+
+    async def _read(self) -> None:
         async for entry in self._log.read():
+            self._unfinished.read(entry)
             if entry.seq_id is None:
-                await self._run(entry)
+                self._turns.put_nowait(entry)
                 continue
             self._waiting[entry.model_id][entry.seq_id] = entry
             while (ready := self._waiting[entry.model_id].pop(self._next[entry.model_id], None)) is not None:
-                await self._run(ready)
+                self._turns.put_nowait(ready)
                 self._next[entry.model_id] += 1
 
     async def _run(self, entry: LogEntry) -> None:
@@ -109,10 +128,13 @@ class StandInDispatcher:
             request_id=entry.request_id, model_id=entry.model_id, seq_id=entry.seq_id, outcome=outcome
         )
         await self._results.publish(entry.tenant, result)
+        assert entry.position is not None
+        await self._ledger.record(entry.model_id, entry.seq_id, entry.body_hash, "done", entry.position)
+        self._unfinished.finish(entry)
 
     async def _outcome(self, entry: LogEntry) -> Outcome:
         try:
-            op = entry.op()
+            op = (await self._log.whole(entry)).op()
         except CodecError as error:
             return Failed(error=str(error), category="user", field=error.field)
         match op:
@@ -187,18 +209,31 @@ class Service:
     dispatcher: StandInDispatcher
     stack: contextlib.AsyncExitStack = field(repr=False)
 
+    async def quiet(self) -> None:
+        """Returns when the report says that nothing waits, and every server would read it anew before it refuses."""
+
+        async def nothing_waits() -> bool:
+            found = await self.tables.backlogs.get(self.group)
+            return found is not None and found[0].position == self.dispatcher.position and not found[0].models
+
+        await until(nothing_waits)
+        await asyncio.sleep(1.5 * REFUSING_S)
+
     async def replica(self, settings: Settings | None = None, **changes: Any) -> Replica:
         """Start one more ingress, with a broker connection of its own."""
         bus = await connect(self.broker_url, self.credentials, name="ingress")
         self.stack.push_async_callback(bus.close)
-        tables = await Tables.open(bus)
+        tables, ledger = await Tables.open(bus), await Ledger.open(bus, self.group)
+        settings = settings or self.settings
+        backlog = await Backlog.open(bus, tables.backlogs, self.group)
         deps = Deps(
-            settings=settings or self.settings,
+            settings=settings,
             bus=bus,
             log=OpsLog(bus, self.group),
             results=Results(bus),
             tables=tables,
-            ledger=await Ledger.open(bus, self.group),
+            ledger=ledger,
+            admission=Admission(settings.limits, backlog, ledger),
             keys=self.keys,
             ready=readiness(tables, self.group),
         )

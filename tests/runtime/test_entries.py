@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from bus.client import datum
 from bus.codec import JSON, MSGPACK
-from bus.connection import HEADER_ROOM, Bus
 from bus.events import Failed, ForwardBackward, LossChoice, OptimStepDone, Outcome, Refused
 from bus.log import LogEntry
 from bus.wire import ForwardBackwardRequest
 from runtime import entries, settling
+from runtime.ingress import training
 
 OP = ForwardBackward(
     data=(datum([1, 2], target_tokens=[2, 3], weights=[0.1, 1]),), loss=LossChoice(name="cross_entropy")
@@ -40,21 +39,24 @@ def test_a_refusal_answers_in_the_senders_content_type() -> None:
     assert (refusal.content_type, refusal.op()) == (JSON, Refused(error="no", field="seq_id"))
 
 
-def test_what_is_too_long_is_refused_in_the_senders_content_type() -> None:
-    narrow = cast(Bus, SimpleNamespace(max_payload=HEADER_ROOM + len(entry(JSON).body) - 1))
-    refusal = entries.fitted(narrow, entry(JSON))
-    assert refusal.content_type == JSON
-    assert isinstance(refusal.op(), Refused)
+def test_a_datum_above_the_limit_is_named_with_both_sizes() -> None:
+    wrong = entries.too_large([5, 100, 101, 200], 100)
+    assert wrong is not None
+    assert (wrong.field, str(wrong)) == (
+        "data[2]",
+        "data[2] has 101 bytes; the limit is 100 (limits.max_datum_bytes)",
+    )
+    assert entries.too_large([5, 100], 100) is None
+    assert entries.too_large([10**9], 0) is None
 
 
 @pytest.mark.parametrize(("forward_only", "verb"), [(True, "forward"), (False, "forward_backward")])
-def test_the_refusal_of_what_is_too_long_says_whether_a_gradient_is_lost(
+def test_the_refusal_of_what_is_too_large_says_whether_a_gradient_is_lost(
     forward_only: bool, verb: str
 ) -> None:
     message = ForwardBackwardRequest(model_id="m", seq_id=1, forward_only=forward_only)
-    sent = entries.of_sdk_body("demo", "m", 1, message.SerializeToString())
-    narrow = cast(Bus, SimpleNamespace(max_payload=HEADER_ROOM))
-    refusal = entries.fitted(narrow, sent).op()
+    message.data.add().model_input.add().encoded_text.tokens = bytes(40)
+    refusal = training._entry("demo", message.SerializeToString(), max_datum_bytes=20).op()
     assert isinstance(refusal, Refused)
     assert refusal.verb == verb
 

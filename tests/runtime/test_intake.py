@@ -13,12 +13,17 @@ import msgspec
 import pytest
 
 from bus import subjects
+from bus.backlog import Backlog
 from bus.client import Client, LoraConfig, Model, OperationFailed, connect, datum
 from bus.codec import JSON, MSGPACK, PROTOBUF
 from bus.embedded import EmbeddedBroker
 from bus.events import OptimStep, Submission, UnloadModel
-from bus.submit import SubmitReader
-from runtime.intake import Intake
+from bus.streams import ensure_streams
+from bus.submit import QueueFull, SubmitReader
+from runtime.admission import Admission
+from runtime.config import Limits
+from runtime.intake import Intake, hold_s
+from tests.bus.waiting import until
 from tests.runtime.conftest import ALICE, BOB, PASSWORDS, service_on
 from tests.runtime.ingress.conftest import Wire, client, sdk_body
 from tests.runtime.stand_in import Service, running
@@ -28,9 +33,11 @@ LORA = LoraConfig(rank=4)
 
 
 @contextlib.asynccontextmanager
-async def taking(service: Service) -> AsyncIterator[Intake]:
+async def taking(service: Service, limits: Limits | None = None) -> AsyncIterator[Intake]:
     """An intake at work; it leaves the queue empty, which all tests share."""
-    intake = Intake(service.bus, service.log, service.tables, service.results)
+    backlog = await Backlog.open(service.bus, service.tables.backlogs, service.group)
+    admission = Admission(limits or Limits(), backlog, service.ledger)
+    intake = Intake(service.bus, service.log, service.tables, service.results, admission)
     async with running(intake.run()):
         yield intake
         async with asyncio.timeout(WAIT_S):
@@ -266,3 +273,67 @@ async def test_what_an_intake_had_fetched_when_it_stopped_goes_to_the_next_at_on
         assert [(await step.result(WAIT_S)).metrics["learning_rate"] for step in steps] == [
             float(i) for i in range(10)
         ]
+
+
+async def test_past_the_limit_submissions_stay_in_the_queue_until_the_broker_refuses(
+    service: Service, alice_alone: Client, model_id: str
+) -> None:
+    """Nothing that was acknowledged is lost, other models go on, and there is room again later."""
+    other_id = f"{model_id}-other"
+    await ensure_streams(service.bus, submit_max_msgs_per_model=3)
+    try:
+        async with taking(service, Limits(max_model_ops=4)):
+            model = await alice_alone.create_model(model_id, base_model="tiny", lora=LORA)
+            other = await alice_alone.create_model(other_id, base_model="tiny", lora=LORA)
+            await service.quiet()
+            service.dispatcher.go.clear()
+            pending = [await model.optim_step(learning_rate=seq_id) for seq_id in range(1, 5)]
+            await until(lambda: service.log.holds(model_id, 4))
+            pending += [await model.optim_step(learning_rate=seq_id) for seq_id in range(5, 8)]
+            model.submit_timeout_s = 0.5
+            with pytest.raises(QueueFull):
+                await model.optim_step(learning_rate=8)
+            assert [await service.log.holds(model_id, seq_id) for seq_id in range(1, 8)] == [True] * 4 + [
+                False
+            ] * 3
+            elsewhere = await other.optim_step(learning_rate=0.5)
+            await until(lambda: service.log.holds(other_id, 1))
+            service.dispatcher.go.set()
+            model.submit_timeout_s = 20
+            pending.append(await model.optim_step(learning_rate=8))
+            rates = [(await step.result(WAIT_S)).metrics["learning_rate"] for step in pending]
+            assert rates == [float(i) for i in range(1, 9)]
+            assert (await elsewhere.result(WAIT_S)).metrics["learning_rate"] == 0.5
+    finally:
+        await ensure_streams(service.bus)
+
+
+async def test_a_submission_whose_turn_it_is_gets_in_however_much_waits(
+    service: Service, alice_alone: Client, model_id: str
+) -> None:
+    async with taking(service, Limits(max_model_ops=2)):
+        await alice_alone.create_model(model_id, base_model="tiny", lora=LORA)
+        await service.quiet()
+        late = [await alice_alone.attach(model_id, seq_id).optim_step() for seq_id in (4, 3, 2)]
+        await asyncio.sleep(0.3)
+        first = await alice_alone.attach(model_id, 1).optim_step()
+        for step in (first, *late):
+            await step.result(WAIT_S)
+
+
+def test_what_is_held_back_stays_away_longer_each_time_up_to_a_limit() -> None:
+    assert [hold_s(deliveries) for deliveries in (1, 2, 3, 4, 5, 10**6)] == [0.25, 0.5, 1.0, 2.0, 4.0, 4.0]
+
+
+async def test_a_datum_above_the_limit_is_refused_by_name_and_uses_up_its_number(
+    service: Service, alice_alone: Client, model_id: str
+) -> None:
+    async with taking(service, Limits(max_datum_bytes=10_000)):
+        model = await alice_alone.create_model(model_id, base_model="tiny", lora=LORA)
+        fits, large = datum([1] * 500, target_tokens=[8] * 500), datum([1] * 2000, target_tokens=[8] * 2000)
+        await model.forward_backward([fits, large])
+        after = await model.forward_backward([fits, fits])
+        error = await error_of(model, 1)
+        assert error.startswith("data[1]|data[1] has 2")
+        assert "the limit is 10000 (limits.max_datum_bytes)" in error
+        assert (await after.result(WAIT_S)).metrics["loss:sum"] == 1000.0

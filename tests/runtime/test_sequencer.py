@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -152,3 +154,13 @@ def test_a_number_that_had_its_turn_is_taken_also_after_a_snapshot() -> None:
     assert not resumed.taken("m", 1)
     assert not resumed.taken("m", None)
     assert not resumed.taken("other", 0)
+
+
+def test_the_tenant_that_used_less_rank_time_is_next() -> None:
+    sequencer = offered(
+        *(replace(entry("a1", n, n + 1), tenant="a") for n in range(3)),
+        *(replace(entry("b1", n, n + 4), tenant="b") for n in range(3)),
+    )
+    sequencer.charge("a", 5.0)
+    sequencer.charge("b", 1.0)
+    assert [model for model, _, _ in drained(sequencer)] == ["b1", "b1", "b1", "a1", "a1", "a1"]

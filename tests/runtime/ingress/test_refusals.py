@@ -10,7 +10,7 @@ import zstandard
 
 from bus.connection import BrokerUnreachable
 from bus.log import LogFull, OpsLog
-from runtime.config import Http
+from runtime.config import Http, Limits
 from runtime.ingress.body import MAX_JSON_BYTES
 from tests.runtime.ingress.conftest import Wire, client, sdk_body
 from tests.runtime.stand_in import Service
@@ -152,13 +152,21 @@ async def test_json_past_its_limit_is_refused(alice: Wire) -> None:
     assert answer.status_code == 413
 
 
-async def test_a_body_above_the_brokers_limit_uses_up_its_number_and_names_the_limit(alice: Wire) -> None:
-    model = await alice.model()
-    refused = await alice.forward_backward(sdk_body(model, 1, [1] * 800_000))  # 16 bytes a token: 12.8 MB
-    after = await alice.optim_step(model, 2)
-    error = await alice.error(refused)
-    assert "the limit is 8387584" in error  # 8 MiB less 1 KiB for headers
-    assert "metrics" in (await alice.result(after)).json()
+async def test_a_datum_above_the_limit_uses_up_its_number_and_is_named(service: Service) -> None:
+    settings = msgspec.structs.replace(service.settings, limits=Limits(max_datum_bytes=100_000))
+    replica = await service.replica(settings)
+    async with client(replica.url, "tml-alice") as http:
+        alice = Wire(http)
+        model = await alice.model()
+        refused = await alice.forward_backward(sdk_body(model, 1, [1] * 10_000))
+        after = await alice.optim_step(model, 2)
+        error = await alice.error(refused)
+        assert "data[0] has 1" in error
+        assert "the limit is 100000 (limits.max_datum_bytes)" in error
+        assert "metrics" in (await alice.result(after)).json()
+        entry = await service.log.get(model, 1)
+        assert entry is not None
+        assert entry.size < 1000
 
 
 @pytest.mark.parametrize("error", [LogFull("the log takes no more"), BrokerUnreachable("the broker is away")])

@@ -1,6 +1,7 @@
 """Put first on a server's PYTHONPATH: one behaviour at a time is wrong, the one that the file MUTANT_FILE names.
 
-The file is read at each call, so that one server serves for every mutant, and for none.
+The file is read at each call, so that one server serves for every mutant, and for none. FAULT_FILE likewise, see
+`faults`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import faults
 
 
 def _file() -> Path:
@@ -143,7 +146,7 @@ def _hand_over(module: Any) -> None:
     module.HandOver._hand_over = hand_over
 
 
-PATCHES = {
+MUTANTS = {
     "actors.engine": _engine,
     "actors.group": _group,
     "actors.optimizer": _optimizer,
@@ -152,6 +155,11 @@ PATCHES = {
     "loss_hub.registry": _registry,
     "runtime.hand_over": _hand_over,
 }
+PATCHES: dict[str, list[Callable[[Any], None]]] = {}
+for _asked_for, _patches in (("MUTANT_FILE", MUTANTS), ("FAULT_FILE", faults.PATCHES)):
+    if _asked_for in os.environ:
+        for _name, _patch in _patches.items():
+            PATCHES.setdefault(_name, []).append(_patch)
 
 
 class _Patching(importlib.abc.MetaPathFinder):
@@ -169,11 +177,12 @@ class _Patching(importlib.abc.MetaPathFinder):
 
         def exec_module(module: Any) -> None:
             right(module)
-            PATCHES[name](module)
+            for patch in PATCHES[name]:
+                patch(module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
-if "MUTANT_FILE" in os.environ:
+if PATCHES:
     sys.meta_path.insert(0, _Patching())
