@@ -44,6 +44,7 @@ __all__ = [
     "decode_submission",
     "encode",
     "peek_forward_backward",
+    "peek_forward_only",
     "result_to_sdk_protobuf",
 ]
 
@@ -159,6 +160,11 @@ def peek_forward_backward(body: bytes) -> tuple[str, int]:
     """(model_id, seq_id) of an SDK protobuf body. Raises CodecError where it does not parse."""
     request = sdk_wire.parse_request(body)
     return str(request.model_id), int(request.seq_id)
+
+
+def peek_forward_only(body: bytes) -> bool:
+    """Whether an SDK protobuf body asks for no gradient. Raises CodecError where it does not parse."""
+    return bool(sdk_wire.parse_request(body).forward_only)
 
 
 def datum_sizes(body: bytes) -> list[int]:

@@ -13,12 +13,13 @@ from dataclasses import replace
 import msgspec
 
 from bus import log
-from bus.codec import JSON, MSGPACK, PROTOBUF, encode
+from bus.codec import JSON, MSGPACK, PROTOBUF, encode, peek_forward_only
 from bus.errors import CodecError
 from bus.events import Op, Refused
 from bus.log import LogEntry
 
 FORWARD_BACKWARD = "forward_backward"
+FORWARD = "forward"
 
 
 def of_op(tenant: str, model_id: str, seq_id: int | None, op: Op, content_type: str = MSGPACK) -> LogEntry:
@@ -63,6 +64,11 @@ def too_large(sizes: Sequence[int], limit: int) -> CodecError | None:
             error = f"data[{i}] has {size} bytes; the limit is {limit} (limits.max_datum_bytes)"
             return CodecError(error, f"data[{i}]")
     return None
+
+
+def only_scores(entry: LogEntry) -> bool:
+    """Whether an SDK body is a `forward`, which takes no gradient along when it fails. Parses the body, all of it."""
+    return entry.content_type == PROTOBUF and peek_forward_only(entry.body)
 
 
 def _verb(op: Op) -> str:

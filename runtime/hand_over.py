@@ -26,7 +26,7 @@ from bus.events import (
     UnloadModel,
 )
 from bus.log import LogEntry
-from runtime import checks, outcomes
+from runtime import checks, entries, outcomes
 from runtime.checks import Refusal
 from runtime.config import Settings
 from runtime.job import Job
@@ -85,11 +85,13 @@ class HandOver:
 
         `given_up`: how often it took the ranks down; if at all, it does not go there again.
         """
-        entry = turn.entry
+        entry = whole = turn.entry
         job.loses_gradient = entry.verb == "forward_backward"
         try:
             if turn.lost is not None:
                 job.outcome = outcomes.behind_gap(turn.lost)
+                if entry.verb == "optim_step" and entry.model_id in self._live:
+                    self._end_window(job)
             elif entry.model_id in self._ended:
                 job.outcome = outcomes.unloaded(entry.model_id)
             elif entry.model_id in self._not_created and entry.seq_id is not None:
@@ -106,6 +108,8 @@ class HandOver:
         except BlobLost as error:
             job.outcome = outcomes.body_lost(str(error))
         except CodecError as error:
+            if job.loses_gradient and entries.only_scores(whole):
+                job.loses_gradient, job.verb = False, "forward"
             job.outcome = Failed(error=str(error), category="user", field=error.field)
         except Refusal as refusal:
             job.outcome = outcomes.refused(refusal)
@@ -149,13 +153,18 @@ class HandOver:
                 job.loses_gradient = not op.forward_only
                 job.verb = "forward" if op.forward_only else "forward_backward"
             case OptimStep():
-                assert job.entry.position is not None
-                self.lost.settle(model_id, _number(job.entry), job.entry.position)
-                self._run(job, self._passes.group().clear_window(model_id))
+                self._end_window(job)
             case UnloadModel():
                 self._live.pop(model_id, None)
                 self._ended.add(model_id)
                 self.lost.forget(model_id)
+
+    def _end_window(self, job: Job) -> None:
+        """As the step does that this one would have been; what it was to consume is not for the next one."""
+        entry = job.entry
+        assert entry.position is not None
+        self.lost.settle(entry.model_id, _number(entry), entry.position)
+        self._run(job, self._passes.group().clear_window(entry.model_id))
 
     def _run(self, job: Job, operation: asyncio.Task[Any]) -> None:
         self._passes.track(operation)

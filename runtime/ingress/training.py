@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, HTTPException, Request, Response
 
-from bus.codec import JSON, PROTOBUF, datum_sizes, peek_forward_backward
+from bus.codec import JSON, PROTOBUF, datum_sizes, peek_forward_backward, peek_forward_only
 from bus.errors import CodecError
 from bus.log import LogEntry
 from runtime import entries
@@ -53,7 +53,6 @@ def _entry(tenant: str, body: bytes, max_datum_bytes: int) -> LogEntry:
     """The request as it came, or its refusal where a datum is too large."""
     model_id, seq_id = peek_forward_backward(body)
     if 0 < max_datum_bytes < len(body) and (wrong := entries.too_large(datum_sizes(body), max_datum_bytes)):
-        return entries.of_refusal(
-            tenant, model_id, seq_id, str(wrong), wrong.field, body, verb=entries.FORWARD_BACKWARD
-        )
+        verb = entries.FORWARD if peek_forward_only(body) else entries.FORWARD_BACKWARD
+        return entries.of_refusal(tenant, model_id, seq_id, str(wrong), wrong.field, body, verb=verb)
     return entries.of_sdk_body(tenant, model_id, seq_id, body)

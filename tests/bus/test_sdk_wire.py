@@ -20,6 +20,7 @@ from bus.codec import (
     decode_op,
     decode_submission,
     peek_forward_backward,
+    peek_forward_only,
     result_to_sdk_protobuf,
 )
 from bus.events import ForwardBackward, ForwardBackwardDone, Tensor
@@ -237,6 +238,14 @@ def test_identity_is_read_without_the_rest() -> None:
         assert caught.value.field == field
     with pytest.raises(CodecError, match="no tinker ForwardBackwardRequest"):
         peek_forward_backward(b"\x0a\xff")
+
+
+def test_a_forward_is_told_from_a_forward_backward_also_where_its_data_cannot_be_read() -> None:
+    message = request([datum([1], weights=[1.0])])
+    message.data[0].loss_fn_inputs["weights"].dtype = 17
+    for forward_only in (False, True):
+        message.forward_only = forward_only
+        assert peek_forward_only(message.SerializeToString()) is forward_only
 
 
 def test_a_submission_may_carry_the_sdks_bytes_and_keeps_its_number_when_refused() -> None:

@@ -10,7 +10,9 @@ from bus.client import datum
 from bus.codec import JSON, MSGPACK
 from bus.events import Failed, ForwardBackward, LossChoice, OptimStepDone, Outcome, Refused
 from bus.log import LogEntry
+from bus.wire import ForwardBackwardRequest
 from runtime import entries, settling
+from runtime.ingress import training
 
 OP = ForwardBackward(
     data=(datum([1, 2], target_tokens=[2, 3], weights=[0.1, 1]),), loss=LossChoice(name="cross_entropy")
@@ -46,6 +48,17 @@ def test_a_datum_above_the_limit_is_named_with_both_sizes() -> None:
     )
     assert entries.too_large([5, 100], 100) is None
     assert entries.too_large([10**9], 0) is None
+
+
+@pytest.mark.parametrize(("forward_only", "verb"), [(True, "forward"), (False, "forward_backward")])
+def test_the_refusal_of_what_is_too_large_says_whether_a_gradient_is_lost(
+    forward_only: bool, verb: str
+) -> None:
+    message = ForwardBackwardRequest(model_id="m", seq_id=1, forward_only=forward_only)
+    message.data.add().model_input.add().encoded_text.tokens = bytes(40)
+    refusal = training._entry("demo", message.SerializeToString(), max_datum_bytes=20).op()
+    assert isinstance(refusal, Refused)
+    assert refusal.verb == verb
 
 
 @pytest.mark.parametrize(

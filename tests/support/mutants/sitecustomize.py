@@ -74,6 +74,8 @@ def _wrong(name: str, function: Any, terms: Any) -> Any:
         if name == "importance_sampling" and _is("clipped importance sampling"):
             ratio_N = (logprobs_N - batch.rollout_logprobs_N).exp().clamp(0.8, 1.2)
             return terms(per_token=-ratio_N * batch.advantages_N)
+        if 13 in batch.lengths and _is("loss that fails at 13 tokens"):
+            raise RuntimeError("13 tokens")
         found = function(logprobs_N, batch, config)
         if _is("mean loss"):
             return terms(found.per_token / found.per_token.numel(), found.clipped_N)
