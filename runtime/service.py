@@ -89,7 +89,7 @@ def _broker(settings: Settings, data: Path, keys: Keys) -> Iterator[tuple[str, C
     if nats.url is not None:
         yield nats.url, Credentials(nats.user, nats.password or "") if nats.user else None
         return
-    broker = EmbeddedBroker(data / BROKER_FOLDER, keys.nats_passwords())
+    broker = EmbeddedBroker(data / BROKER_FOLDER, keys.nats_passwords(), port=nats.port or -1)
     endpoint = broker.start()
     try:
         yield endpoint.url, endpoint.credentials
