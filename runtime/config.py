@@ -79,7 +79,9 @@ class Nats(Section, frozen=True):
     """Of the embedded broker; 0 takes any free one, another one at every start."""
 
     def __repr__(self) -> str:
-        return f"Nats(url={self.url!r}, user={self.user!r}, password={_hidden(self.password)}, port={self.port})"
+        return (
+            f"Nats(url={self.url!r}, user={self.user!r}, password={_hidden(self.password)}, port={self.port})"
+        )
 
 
 class Layout(Section, frozen=True):

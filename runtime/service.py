@@ -112,6 +112,8 @@ def _ray(data: Path) -> Iterator[bool]:
     # By default workers have niceness 15: whatever else runs on the machine, the clients included, would push the
     # ranks aside.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    # Its proxy listens before it knows our routes.
+    os.environ.setdefault("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", "runtime.serve_proxy.middlewares")
     import ray
 
     quiet = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
