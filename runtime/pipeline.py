@@ -171,10 +171,10 @@ class Pipeline:
     async def _take_turns(self, tasks: asyncio.TaskGroup) -> None:
         while True:
             self._wake.clear()
+            if not self.caught_up.is_set() and self._has_caught_up():
+                self._all_is_replayed()
             turn = self._sequencer.next_turn()
             if turn is None:
-                if self.position >= self._replay_to and not self._running:
-                    self._all_is_replayed()
                 await self._wake.wait()
                 continue
             await self._slots.acquire()
@@ -199,6 +199,12 @@ class Pipeline:
         )
         under_way = [job for job in self._running.values() if job.entry.model_id == model_id]
         tasks.create_task(_awaited(self._snapshotting.take(manifest, under_way)))
+
+    def _has_caught_up(self) -> bool:
+        """What came since may well be waiting: busy clients never leave the ranks without work."""
+        if self.position < self._replay_to or self._sequencer.ready_up_to(self._replay_to):
+            return False
+        return all((job.entry.position or 0) > self._replay_to for job in self._running.values())
 
     def _all_is_replayed(self) -> None:
         self.caught_up.set()

@@ -152,3 +152,13 @@ def test_a_number_that_had_its_turn_is_taken_also_after_a_snapshot() -> None:
     assert not resumed.taken("m", 1)
     assert not resumed.taken("m", None)
     assert not resumed.taken("other", 0)
+
+
+def test_old_entries_are_done_with_while_new_ones_keep_coming() -> None:
+    sequencer = offered(entry("a", 0, 1), entry("b", 0, 2), entry("c", 1, 3), entry("a", 1, 4))
+    assert sequencer.ready_up_to(3)
+    assert [sequencer.next_turn() is not None for _ in range(2)] == [True, True]
+    # "a" goes on with what came later; "c" waits for a number that is not there.
+    assert not sequencer.ready_up_to(3)
+    assert sequencer.ready_up_to(4)
+    assert sequencer.missing() == {"c": 0}
