@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
@@ -110,7 +111,9 @@ class DispatcherPart(BackgroundPart):
     role = "dispatcher"
 
     async def work(self, bus: Bus, recorder: Recorder) -> None:
-        # Torch and Megatron-core take seconds to import; Serve waits for replicas, not for them.
+        # Torch and Megatron-core take seconds to import; Serve waits for replicas, not for them, and asks meanwhile
+        # whether we are well.
+        await asyncio.to_thread(importlib.import_module, "runtime.dispatcher")
         from runtime import base_model
         from runtime.dispatcher import Dispatcher, group_config
 

@@ -139,6 +139,7 @@ class Worker:
                 self._collect(waiting.popleft())
         while waiting:
             self._collect(waiting.popleft())
+        client.holder.close()  # else its heartbeats go on for ever
 
     def _collect(self, sent: list[tuple[int, Any]]) -> None:
         for seq_id, future in sent:

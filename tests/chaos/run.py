@@ -44,8 +44,8 @@ heartbeat_timeout_s = {HEARTBEAT_S}
 """
 
 RECOVERED_WITHIN_S = 150.0
-SETTLE_S = 0.2
-"""After a kill: what was done by then counts as done before it."""
+SETTLE_S = 0.3
+"""What is done within it counts as done before the event."""
 
 MISMATCH = "differs from the result that was published"
 """What the dispatcher logs with `tinkerbus_replay_mismatches_total`, which a killed exporter forgets."""
@@ -157,11 +157,11 @@ class Run:
         victim = None
         if event.kind is not Kind.EVERYTHING:
             victim = processes.target(self._service, event.kind, event.which)
+        if event.kind is Kind.EVERYTHING:
+            self._keep_logs()
         done = None
         if event.kind in (Kind.BROKER, Kind.EVERYTHING):  # it cannot be asked any more afterwards
             done = self._done()
-        if event.kind is Kind.EVERYTHING:
-            self._keep_logs()
         at = time.monotonic()
         waking = None
         if victim is None:
@@ -178,9 +178,10 @@ class Run:
             if victim is None:
                 restarting = _Restart(self._service)
                 restarting.start()
+            time.sleep(SETTLE_S)
             if done is None:
-                time.sleep(SETTLE_S)
                 done = self._done()
+            done = self._received(done)
             recovered = self._recovered(event, at, done, restarting)
             self._outcome.hits.append(Hit(event, at - self._began, recovered))
             if recovered is None:
@@ -200,6 +201,14 @@ class Run:
 
     def _done(self) -> dict[str, int]:
         return broker.newest_results(self._service, self._outcome.models)
+
+    def _received(self, done: dict[str, int]) -> dict[str, int]:
+        """What was under way to a client when it was asked for counts as done."""
+        with self._progress.changed:
+            newest = {
+                name: max((r.seq_id for r in got), default=0) for name, got in self._progress.received.items()
+            }
+        return {tenant: max(number, newest[tenant]) for tenant, number in done.items()}
 
     def _recovered(
         self, event: Event, at: float, done: dict[str, int], restarting: _Restart | None
