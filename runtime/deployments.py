@@ -110,10 +110,13 @@ class DispatcherPart(BackgroundPart):
 
     role = "dispatcher"
 
+    def __init__(self, wiring: Wiring) -> None:
+        super().__init__(wiring)
+        # Torch and Megatron-core take seconds to import, and hold the interpreter for long: here Serve does not yet
+        # ask whether we are well.
+        importlib.import_module("runtime.dispatcher")
+
     async def work(self, bus: Bus, recorder: Recorder) -> None:
-        # Torch and Megatron-core take seconds to import; Serve waits for replicas, not for them, and asks meanwhile
-        # whether we are well.
-        await asyncio.to_thread(importlib.import_module, "runtime.dispatcher")
         from runtime import base_model
         from runtime.dispatcher import Dispatcher, group_config
 
