@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 MODEL ?= tiny
+SEEDS ?= 3
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test unit lint gates bench install clean
+.PHONY: demo test unit lint gates bench chaos install clean
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -37,6 +38,9 @@ gates: $(STAMP)
 
 bench: $(STAMP)
 	@$(BIN)/tinkerbus bench
+
+chaos: $(STAMP)
+	@$(BIN)/python -W ignore -m tests.chaos --seeds $(SEEDS)
 
 clean:
 	rm -rf $(VENV) demo-output .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

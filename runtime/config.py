@@ -75,9 +75,13 @@ class Nats(Section, frozen=True):
     """User of the servers; tenants have their own."""
     password: str | None = None
     """Password of `user`."""
+    port: Port = 0
+    """Of the embedded broker; 0 takes any free one, another one at every start."""
 
     def __repr__(self) -> str:
-        return f"Nats(url={self.url!r}, user={self.user!r}, password={_hidden(self.password)})"
+        return (
+            f"Nats(url={self.url!r}, user={self.user!r}, password={_hidden(self.password)}, port={self.port})"
+        )
 
 
 class Layout(Section, frozen=True):

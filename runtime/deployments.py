@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
@@ -117,8 +118,13 @@ class DispatcherPart(BackgroundPart):
 
     role = "dispatcher"
 
+    def __init__(self, wiring: Wiring) -> None:
+        super().__init__(wiring)
+        # Torch takes seconds to import, and holds the interpreter for long: here Serve does not yet ask whether we
+        # are well.
+        importlib.import_module("runtime.dispatcher")
+
     async def work(self, bus: Bus, recorder: Recorder) -> None:
-        # Torch and Megatron-core take seconds to import; Serve waits for replicas, not for them.
         from runtime import base_model
         from runtime.dispatcher import Dispatcher, group_config
 

@@ -155,13 +155,13 @@ class Pipeline:
     async def _take_turns(self, tasks: asyncio.TaskGroup) -> None:
         while True:
             self._wake.clear()
+            if not self.caught_up.is_set() and self._has_caught_up():
+                self._all_is_replayed()
             if room_in := self._pace.room_in(time.monotonic()):
                 await _at_most(self._wake.wait(), room_in)
                 continue
             turn = self._sequencer.next_turn()
             if turn is None:
-                if self.position >= self._replay_to and not self._running:
-                    self._all_is_replayed()
                 await self._wake.wait()
                 continue
             await self._slots.acquire()
@@ -186,6 +186,12 @@ class Pipeline:
         )
         under_way = [job for job in self._running.values() if job.entry.model_id == model_id]
         self._snapshotting.take(tasks, manifest, under_way)
+
+    def _has_caught_up(self) -> bool:
+        """What came since may well be waiting: busy clients never leave the ranks without work."""
+        if self.position < self._replay_to or self._sequencer.ready_up_to(self._replay_to):
+            return False
+        return all((job.entry.position or 0) > self._replay_to for job in self._running.values())
 
     def _all_is_replayed(self) -> None:
         self.caught_up.set()

@@ -46,6 +46,14 @@ class _Lane:
     def runnable(self) -> bool:
         return self.next_seq in self.waiting or self.end is not None
 
+    def next(self) -> LogEntry:
+        """Of a runnable lane, the entry whose turn it is."""
+        entry = self.waiting.get(self.next_seq)
+        if entry is None:
+            entry = self.waiting[min(self.waiting)] if self.waiting else self.end
+        assert entry is not None
+        return entry
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneState:
@@ -132,6 +140,10 @@ class Sequencer:
         """Whether the number has had its turn, in this life or before the snapshot."""
         lane = self._lanes.get(model_id)
         return lane is not None and seq_id is not None and seq_id < lane.next_seq
+
+    def ready_up_to(self, position: int) -> bool:
+        """Whether an entry at or before a position of the log could have its turn now. O(models)."""
+        return any(lane.runnable() and _position(lane.next()) <= position for lane in self._lanes.values())
 
     def ended(self, model_id: str) -> bool:
         """Whether the model's `unload_model` has had its turn."""

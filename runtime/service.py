@@ -89,7 +89,7 @@ def _broker(settings: Settings, data: Path, keys: Keys) -> Iterator[tuple[str, C
     if nats.url is not None:
         yield nats.url, Credentials(nats.user, nats.password or "") if nats.user else None
         return
-    broker = EmbeddedBroker(data / BROKER_FOLDER, keys.nats_passwords())
+    broker = EmbeddedBroker(data / BROKER_FOLDER, keys.nats_passwords(), port=nats.port or -1)
     endpoint = broker.start()
     try:
         yield endpoint.url, endpoint.credentials
@@ -106,12 +106,20 @@ def _ray(data: Path) -> Iterator[bool]:
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     # What Serve looks at ten times a second changes a few times a day here, and the ranks want the cores.
     os.environ.setdefault("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.5")
+    # A proxy that died counts as dead after three checks: at Serve's own pace after half a minute.
+    os.environ.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", "1")
+    os.environ.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S", "2")
+    os.environ.setdefault("RAY_SERVE_PROXY_GRACEFUL_SHUTDOWN_TIMEOUT_S", "1")
+    # Who does not answer would not end gracefully either.
+    os.environ.setdefault("RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS", "1")
     # Between proxy and replica gRPC takes less CPU than actor calls do; the replica's own default limit is 4 MB.
     os.environ.setdefault("RAY_SERVE_PROXY_USE_GRPC", "1")
     os.environ.setdefault("RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH", str(GRPC_MAX_BYTES))
     # By default workers have niceness 15: whatever else runs on the machine, the clients included, would push the
     # ranks aside.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    # Its proxy listens before it knows our routes.
+    os.environ.setdefault("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", "runtime.serve_proxy.middlewares")
     import ray
 
     quiet = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}

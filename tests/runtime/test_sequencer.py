@@ -164,3 +164,13 @@ def test_the_tenant_that_used_less_rank_time_is_next() -> None:
     sequencer.charge("a", 5.0)
     sequencer.charge("b", 1.0)
     assert [model for model, _, _ in drained(sequencer)] == ["b1", "b1", "b1", "a1", "a1", "a1"]
+
+
+def test_old_entries_are_done_with_while_new_ones_keep_coming() -> None:
+    sequencer = offered(entry("a", 0, 1), entry("b", 0, 2), entry("c", 1, 3), entry("a", 1, 4))
+    assert sequencer.ready_up_to(3)
+    assert [sequencer.next_turn() is not None for _ in range(2)] == [True, True]
+    # "a" goes on with what came later; "c" waits for a number that is not there.
+    assert not sequencer.ready_up_to(3)
+    assert sequencer.ready_up_to(4)
+    assert sequencer.missing() == {"c": 0}

@@ -1,4 +1,4 @@
-"""The sequencer against a model of it: any arrivals, duplicates, gaps, refusals, unloads, restarts and charges."""
+"""The sequencer against a model of it: any arrivals, gaps, refusals, unloads, restarts and charges."""
 
 from __future__ import annotations
 
@@ -76,19 +76,6 @@ class SequencerMachine(RuleBasedStateMachine):
         self._drain()
         for model, number in self.sequencer.missing().items():
             self._append(model, number, GAP)
-
-    @rule(data=st.data())
-    def is_read_twice(self, data: st.DataObject) -> None:
-        """Only what has had its turn can come again: the log stores an identity once, and ended models are known."""
-        ended = {model for model in MODELS if (None in {n for n, _, _ in self.turns[model]})}
-        had = [
-            one for one in self.log if (one.seq_id, one.model_id) in self._had() and one.model_id not in ended
-        ]
-        if had:
-            self.sequencer.offer(data.draw(st.sampled_from(had)))
-
-    def _had(self) -> set[tuple[int | None, str]]:
-        return {(n, model) for model in MODELS for n, _, _ in self.turns[model] if n is not None}
 
     @rule(model=st.sampled_from(MODELS), seconds=st.floats(-1, 100))
     def ranks_took_time(self, model: str, seconds: float) -> None:
