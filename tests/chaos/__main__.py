@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import logging
 import shutil
+import signal
+import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -30,6 +32,7 @@ def main(
     ] = None,
     write: Annotated[Path | None, typer.Option(help="Page whose marked section gets the tables.")] = None,
 ) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is stopped then, too
     logging.getLogger("tinker").setLevel(logging.CRITICAL)  # it tells of every retry
     console = Console(width=None if Console().is_terminal else 140)
     folder = work or Path(tempfile.mkdtemp(prefix="tinkerbus-chaos-"))
