@@ -89,12 +89,13 @@ def _install_stand_ins() -> None:
     def current_device() -> torch.device:
         return CPU
 
-    def nothing(*_: object, **__: object) -> None:
-        return None
+    def another_nothing() -> Callable[..., None]:
+        """A function for each name: torch's compiler, imported later, keeps a rule for each function."""
+        return lambda *_, **__: None
 
     torch.cuda.current_device = current_device  # type: ignore[assignment]
     for name in ("synchronize", "empty_cache", "manual_seed"):
-        setattr(torch.cuda, name, nothing)
+        setattr(torch.cuda, name, another_nothing())
 
     # Without Transformer Engine 0.16.1 leaves this name undefined where MoE layers look for it.
     from megatron.core.transformer.moe import moe_utils
@@ -105,6 +106,27 @@ def _install_stand_ins() -> None:
     TopKRouter._apply_expert_bias = getattr(compiled, "_torchdynamo_orig_callable", compiled)
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+
+
+@contextlib.contextmanager
+def uncompiled() -> Iterator[None]:
+    """Within it, what asks for torch.compile stays as it is, where there is no GPU: for importing Megatron-core.
+
+    None of what it decorates is on our path on a CPU, and importing the compiler takes as long as all the rest.
+    """
+    if has_gpu():
+        yield
+        return
+    right = torch.compile
+    torch.compile = _as_it_is
+    try:
+        yield
+    finally:
+        torch.compile = right
+
+
+def _as_it_is(model: Any = None, **_: object) -> Any:
+    return _as_it_is if model is None else model
 
 
 @contextlib.contextmanager

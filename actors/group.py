@@ -43,7 +43,7 @@ CPU_CLAIM = 0.1
 
 
 class GroupDied(RuntimeError):
-    """A rank is gone. Nothing more can run on this group; it must be built anew."""
+    """A rank is gone, or failed where it must not. Nothing more can run on this group; it must be built anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +227,13 @@ class MegatronGroup:
         references = [rank.execute.remote(operation, *arguments) for rank in self._ranks]
 
         async def finish() -> Any:
-            return merge_parts(await self._gather(references))
+            try:
+                return merge_parts(await self._gather(references))
+            except (GroupDied, PassFailed, WindowIncomplete):
+                raise
+            except Exception as error:  # no rank knows any more what the others did
+                cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+                raise GroupDied(f"{operation} of the ranks failed: {cause}") from error
 
         return asyncio.ensure_future(finish())
 

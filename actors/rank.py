@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from actors import liveness
+from actors import device, liveness
 from actors.contract import EngineConfig
 from actors.liveness import Address
 from actors.models.spec import ModelSpec
@@ -50,7 +50,8 @@ class Rank:
     def join(self, host: str, port: int, heartbeats: Address) -> ModelSpec:
         """Meet the other ranks and load the base model, beating towards `heartbeats`. Returns what was loaded."""
         liveness.beat(heartbeats, self._rank)
-        from actors import engine  # with Megatron, which whoever only starts ranks need not import
+        with device.uncompiled():  # Megatron, which whoever only starts ranks need not import
+            from actors import engine
 
         if self._store is None:
             self._store = TCPStore(host, port, self._world_size, is_master=False, timeout=STORE_TIMEOUT)

@@ -8,8 +8,10 @@ stopped and woken notices by its own clock, and acts again only if the row is st
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
+from collections.abc import AsyncIterator
 
 import msgspec
 
@@ -47,7 +49,17 @@ async def free(table: Table[LeaseRow], group: str) -> None:
 class Lease:
     """One that is held. Made by `acquire`."""
 
-    def __init__(self, table: Table[LeaseRow], group: str, row: LeaseRow, revision: int, time_s: float):
+    def __init__(
+        self,
+        table: Table[LeaseRow],
+        group: str,
+        row: LeaseRow,
+        revision: int,
+        time_s: float,
+        predecessor: str = "",
+    ) -> None:
+        self.predecessor = predecessor
+        """Who held it before and did not give it back; it may be alive, and stopped."""
         self._table = table
         self._group = group
         self._row = row
@@ -68,18 +80,22 @@ class Lease:
                 if found is None:
                     await table.create(group, LeaseRow(holder="", epoch=0))
                     continue
+                if time.monotonic() - now > time_s / _RENEWALS:
+                    seen = None  # the broker was away, for its holder too: begin anew
+                    continue
                 row, revision = found
                 if seen is None or seen[0] != revision:
                     seen = (revision, now)
                 if not row.holder or now - seen[1] >= time_s:
                     mine = LeaseRow(holder=holder, epoch=row.epoch + 1)
                     if (taken := await table.update(group, mine, revision)) is not None:
-                        lease = cls(table, group, mine, taken, time_s)
+                        lease = cls(table, group, mine, taken, time_s, row.holder)
                         lease._renewed = now
                         return lease
                     continue
             except BrokerUnreachable as error:
                 log.warning("waiting for the broker: %s", error)
+                seen = None
             await asyncio.sleep(time_s / _RENEWALS / 2)
 
     @property
@@ -94,6 +110,21 @@ class Lease:
                 await self._renew()
             except BrokerUnreachable as error:
                 log.warning("waiting for the broker: %s", error)
+
+    @contextlib.asynccontextmanager
+    async def kept(self) -> AsyncIterator[None]:
+        """Renew it as long as the context lasts, which ends with LeaseLost when that fails."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                keeping = tasks.create_task(self.keep())
+                yield
+                keeping.cancel()
+        except ExceptionGroup as failures:
+            if lost := failures.subgroup(LeaseLost):
+                raise LeaseLost(f"another holder acts for group {self._group}") from lost
+            if len(failures.exceptions) == 1:
+                raise failures.exceptions[0] from None
+            raise
 
     async def keep(self) -> None:
         """Renew it, for ever. Raises LeaseLost."""

@@ -194,6 +194,8 @@ class Recovery(Section, frozen=True):
     """How often an operation that runs alone may take the ranks down before it is given up, with category server."""
     lease_s: Seconds = 5.0
     """A dispatcher that has not renewed its lease for so long may be replaced by another one."""
+    standby_dispatchers: CountOrZero = 1
+    """Dispatchers that wait, with everything imported, for the one that acts to let its lease run out."""
     heartbeat_timeout_s: Seconds = 10.0
     """A rank that gives no sign of life for so long counts as dead; its group is killed and built anew."""
     accept_new_bits: bool = False

@@ -17,7 +17,7 @@ from typing import Any
 
 from bus.backlog import Backlog
 from bus.connection import Bus, Credentials, connect
-from bus.lease import open_leases
+from bus.lease import Lease, open_leases
 from bus.ledger import Ledger
 from bus.log import OpsLog
 from bus.results import Results
@@ -33,6 +33,8 @@ from runtime.services import START_PATIENCE_S, Services, patiently
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+SERVE_NAMESPACE = "serve"
 AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
@@ -114,7 +116,10 @@ class BackgroundPart:
 
 
 class DispatcherPart(BackgroundPart):
-    """Log → sequencer → hub → ranks → results, for one group."""
+    """Log → sequencer → hub → ranks → results, for one group.
+
+    Of its replicas the one that has the lease acts. The others stand by, with everything imported.
+    """
 
     role = "dispatcher"
 
@@ -128,19 +133,42 @@ class DispatcherPart(BackgroundPart):
         from runtime import base_model
         from runtime.dispatcher import Dispatcher, group_config
 
-        settings = self._wiring.settings
-        folder = await asyncio.to_thread(base_model.folder, settings)
+        settings, group = self._wiring.settings, self._wiring.group
         services = Services(
             settings=settings,
-            log=OpsLog(bus, self._wiring.group),
+            log=OpsLog(bus, group),
             results=Results(bus),
             tables=await self._wiring.tables(bus),
             ledger=await self._wiring.ledger(bus),
             recorder=recorder,
             leases=await patiently(lambda: open_leases(bus), for_s=START_PATIENCE_S),
         )
-        config = group_config(settings, folder, gpus=self._wiring.gpus)
-        await Dispatcher(services, self._wiring.group, folder, config).run()
+        lease = await Lease.acquire(services.leases, group, _own_name(), settings.recovery.lease_s)
+        async with lease.kept():
+            if lease.predecessor:
+                await asyncio.to_thread(_kill, lease.predecessor)
+            folder = await asyncio.to_thread(base_model.folder, settings)
+            config = group_config(settings, folder, gpus=self._wiring.gpus)
+            await Dispatcher(services, group, folder, config).run(lease)
+
+
+def _own_name() -> str:
+    """Of this replica, as it stands in a lease: its process, and its actor's name."""
+    from ray import serve
+
+    return f"{os.getpid()} {serve.get_replica_context().replica_id.to_full_id_str()}"
+
+
+def _kill(holder: str) -> None:
+    """End a replica that let its lease run out: it is dead, or stopped, and its ranks hold devices that we need."""
+    import ray
+
+    _, _, actor = holder.partition(" ")
+    try:
+        ray.kill(ray.get_actor(actor, namespace=SERVE_NAMESPACE))
+    except ValueError:
+        return  # there is no such actor any more
+    logging.getLogger(__name__).warning("killed %s, which let its lease run out", holder)
 
 
 class IntakePart(BackgroundPart):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -79,41 +78,31 @@ class Dispatcher:
         services.recorder.set("tinkerbus_build_info", 1, version=version("tinkerbus"))
         services.recorder.before_snapshot(self._gauges)
 
-    async def run(self) -> None:
-        """Life after life of the group, for as long as the lease is ours.
+    async def run(self, lease: Lease) -> None:
+        """Life after life of the group, for as long as the lease is ours and kept.
 
         Raises LeaseLost; FingerprintDiffers and NewerFormat where there are snapshots that this service must not use.
         """
-        time_s, name = self._s.settings.recovery.lease_s, f"dispatcher-{os.getpid()}"
-        # The ranks take longer to start than a dead predecessor's lease to run out.
-        acquiring = asyncio.create_task(Lease.acquire(self._s.leases, self._name, name, time_s))
-        try:
-            await self._lives(acquiring)
-        finally:
-            acquiring.cancel()
-
-    async def _lives(self, acquiring: asyncio.Task[Lease]) -> None:
+        log.info("acting for group %s with epoch %d", self._name, lease.epoch)
         died_before = False
+        recovers = bool(lease.predecessor)
         while True:
             group: MegatronGroup | None = None
             pipeline: Pipeline | None = None
             try:
+                await self._say("rebuilding" if recovers else "starting")
+                if recovers:
+                    self._s.recorder.inc("tinkerbus_recoveries_total")
                 group = await MegatronGroup.start(self._config)
-                lease = await acquiring
                 await lease.confirm()
-                log.info("acting for group %s with epoch %d", self._name, lease.epoch)
-                await self._say("rebuilding" if died_before else "starting")
                 kept = await asyncio.to_thread(Snapshots, self._snapshots)
                 pipeline = Pipeline(self._s, lease, group, kept, self._fingerprint, cautious=died_before)
                 await self._live(pipeline)
             except GroupDied as died:
-                died_before = True
+                died_before = recovers = True
                 log.warning("%s; building the group anew and replaying the log", died)
-                self._s.recorder.inc("tinkerbus_recoveries_total")
                 self._s.recorder.set("tinkerbus_ranks_alive", 0)
-                lease = await acquiring
                 await lease.confirm()
-                await self._say("rebuilding")
                 if pipeline is not None and pipeline.cautious and pipeline.suspect is not None:
                     await self._blame(pipeline.suspect)
                 await asyncio.sleep(REBUILD_PAUSE_S)
@@ -121,17 +110,14 @@ class Dispatcher:
                 await self._say("refused", detail=str(refusal))
                 raise
             except asyncio.CancelledError:
-                await self._release(acquiring)
+                with contextlib.suppress(
+                    BrokerError
+                ):  # stopped in an orderly way: whoever is next need not wait
+                    await lease.release()
                 raise
             finally:
                 if group is not None:
                     group.close()
-
-    async def _release(self, acquiring: asyncio.Task[Lease]) -> None:
-        """Stopped in an orderly way: whoever comes next need not wait."""
-        if acquiring.done() and not acquiring.cancelled() and acquiring.exception() is None:
-            with contextlib.suppress(BrokerError):
-                await acquiring.result().release()
 
     async def _blame(self, entry: LogEntry) -> None:
         """The ranks died while the operation ran alone: after some times, it is given up and the model goes on."""

@@ -100,7 +100,6 @@ class Pipeline:
                 tasks.create_task(self._watch_gaps())
                 tasks.create_task(self._report_replay())
                 tasks.create_task(self._watch_end())
-                tasks.create_task(self._lease.keep())
                 await self._take_turns(tasks)
         except ExceptionGroup as failures:
             if lost := failures.subgroup(LeaseLost):

@@ -108,7 +108,7 @@ def _ray(data: Path) -> Iterator[bool]:
     os.environ.setdefault("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.5")
     # A proxy that died counts as dead after three checks: at Serve's own pace after half a minute.
     os.environ.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", "1")
-    os.environ.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S", "2")
+    os.environ.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S", "3")
     os.environ.setdefault("RAY_SERVE_PROXY_GRACEFUL_SHUTDOWN_TIMEOUT_S", "1")
     # Who does not answer would not end gracefully either.
     os.environ.setdefault("RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS", "1")

@@ -11,7 +11,7 @@ import pytest_asyncio
 import torch
 
 from actors.contract import AdapterConfig, EngineConfig, PassFailed, WindowIncomplete
-from actors.group import GroupConfig, MegatronGroup, RequestOutput
+from actors.group import GroupConfig, GroupDied, MegatronGroup, RequestOutput
 from actors.layout import Layout
 from actors.packing import PackingConfig
 from bus.events import AdamParams
@@ -172,3 +172,9 @@ async def test_models_that_take_turns_have_the_bits_they_have_alone(
             wanted = of_ranks(dump_folder, f"{name}-alone", 0, kind)
             found = of_ranks(dump_folder, f"{name}-taking-turns", 0, kind)
             assert all(map(torch.equal, found, wanted)), (name, kind)
+
+
+async def test_what_no_rank_expected_counts_as_the_death_of_the_group(two_ranks: MegatronGroup) -> None:
+    await two_ranks.create("twice", ADAPTER)
+    with pytest.raises(GroupDied, match=r"create of the ranks failed.*'twice' is in memory already"):
+        await two_ranks.create("twice", ADAPTER)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
 
 import pytest
 
 from bus import lease
 from bus.connection import Bus
+from bus.embedded import EmbeddedBroker
 from bus.lease import Lease, LeaseLost, LeaseRow
 from bus.tables import Table
 
@@ -93,3 +96,59 @@ async def test_one_that_is_freed_need_not_be_waited_for(leases: Table[LeaseRow])
     waiting = Lease.acquire(leases, "main", "next", 1000.0)
     async with asyncio.timeout(20):
         assert (await waiting).epoch == 2
+
+
+async def test_whoever_takes_over_is_told_from_whom(leases: Table[LeaseRow]) -> None:
+    first = await acquired(leases, "first")
+    assert first.predecessor == ""
+    second = await acquired(leases, "second")
+    assert second.predecessor == "first"
+    await second.release()
+    assert (await acquired(leases, "third")).predecessor == ""
+
+
+async def test_a_lease_that_is_kept_ends_what_is_done_under_it_when_it_is_lost(
+    leases: Table[LeaseRow],
+) -> None:
+    held = await acquired(leases, "first")
+
+    async def work() -> None:
+        async with asyncio.timeout(20), held.kept():
+            await leases.put("main", LeaseRow(holder="another", epoch=2))
+            await asyncio.Event().wait()
+
+    with pytest.raises(LeaseLost):
+        await work()
+
+
+async def test_what_is_done_under_a_lease_that_is_kept_raises_its_own_errors(leases: Table[LeaseRow]) -> None:
+    held = await acquired(leases, "first")
+    with pytest.raises(ZeroDivisionError):
+        async with held.kept():
+            raise ZeroDivisionError
+    async with held.kept():
+        await asyncio.sleep(2 * LEASE_S)
+    await held.confirm()
+    row = await leases.get("main")
+    assert row is not None
+    assert row[0].beat > 2
+
+
+async def test_the_time_in_which_the_broker_was_away_does_not_count_against_the_holder(
+    broker: EmbeddedBroker, leases: Table[LeaseRow], second_bus: Bus
+) -> None:
+    held = await acquired(leases, "first")
+    waiting = asyncio.create_task(
+        Lease.acquire(await lease.open_leases(second_bus), "main", "second", LEASE_S)
+    )
+    await asyncio.sleep(LEASE_S / 2)
+    assert broker.pid is not None
+    os.kill(broker.pid, signal.SIGSTOP)
+    try:
+        await asyncio.sleep(3 * LEASE_S)
+    finally:
+        os.kill(broker.pid, signal.SIGCONT)
+    async with held.kept():
+        await asyncio.sleep(3 * LEASE_S)
+        assert not waiting.done()
+    waiting.cancel()

@@ -42,7 +42,9 @@ def of_kind(service: Service, kind: Kind) -> list[psutil.Process]:
 
 
 def target(service: Service, kind: Kind, which: float, within_s: float = 60.0) -> psutil.Process:
-    """The one to hit: of ranks any, of all others the newest. Raises NotThere."""
+    """The one to hit: of ranks any, of dispatchers the one that acts, of all others the newest. Raises NotThere."""
+    if kind is Kind.DISPATCHER:
+        return service.acting_dispatcher()
     deadline = time.monotonic() + within_s
     while True:
         found = of_kind(service, kind)

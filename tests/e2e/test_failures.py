@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import os
 import re
 import signal
+import time
 import urllib.request
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 import tinker
 import torch
 from tinker import types
 
-from bus import lease
-from bus.broker_config import SERVER_USER
-from bus.connection import Credentials, connect
-from bus.lease import Lease, LeaseRow
-from bus.tables import Table
 from tests.e2e.conftest import Served, served
 from tests.support import dumps, mutants, sdk
 from tests.support.requests import datums
+from tests.support.service import left_over
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -48,7 +44,7 @@ def poisoned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Poisoned]:
         folder,
         environment=mutants.environment(file),
         packing={"max_datums_per_microbatch": 1},
-        recovery={"heartbeat_timeout_s": 4},
+        recovery={"heartbeat_timeout_s": 4, "lease_s": 3},
     ):
         yield Poisoned(at, file)
 
@@ -122,58 +118,75 @@ def test_a_stopped_rank_costs_time_and_nothing_else(poisoned: Poisoned) -> None:
     assert torch.equal(gradient(at, client, 0), gradient(at, undisturbed, 0))
 
 
-def dispatcher(at: Served) -> int:
-    (found,) = [p.pid for p in at.service.tree() if "DispatcherPart" in " ".join(p.cmdline())]
-    return found
+@dataclass(frozen=True)
+class Halted:
+    """A model of which a call is in the window, and what stopped before the rest was sent."""
+
+    undisturbed: tinker.TrainingClient
+    client: tinker.TrainingClient
+    dispatcher: psutil.Process
+    epoch: int
 
 
-async def test_a_stopped_dispatcher_that_lost_its_lease_wakes_up_and_touches_nothing(
-    poisoned: Poisoned,
-) -> None:
-    at = poisoned.at
-    undisturbed, client = [await asyncio.to_thread(sdk.training_client, at.service) for _ in range(2)]
+def halted(at: Served) -> Halted:
+    """The dispatcher that acts is stopped inside a window."""
+    undisturbed, client = sdk.training_client(at.service), sdk.training_client(at.service)
     for each in (undisturbed, client):
         each.forward_backward(batch(2, 1), "cross_entropy").result(timeout=sdk.WAIT_S)
     undisturbed.forward_backward(batch(3, 2), "cross_entropy")
     undisturbed.optim_step(ADAM).result(timeout=sdk.WAIT_S)
-    mismatches = metric(at, "tinkerbus_replay_mismatches_total")
+    acting, epoch = at.service.acting_dispatcher(), at.service.leaseholder().epoch
+    acting.suspend()
+    return Halted(undisturbed, client, acting, epoch)
 
-    stopped = dispatcher(at)
-    os.kill(stopped, signal.SIGSTOP)
+
+def goes_on(at: Served, model: Halted) -> None:
+    """The one that stood by takes over, and the model's step is that of the one that nothing happened to."""
+    model.client.forward_backward(batch(3, 2), "cross_entropy")
+    step = model.client.optim_step(ADAM).result(timeout=120)
+    assert step.metrics["window_calls"] == 2
+    assert at.service.leaseholder().epoch == model.epoch + 1
+    assert at.service.acting_dispatcher().pid != model.dispatcher.pid
+    assert torch.equal(gradient(at, model.client, 0), gradient(at, model.undisturbed, 0))
+
+
+def test_a_stopped_dispatcher_is_replaced_by_the_one_that_stands_by_and_killed(poisoned: Poisoned) -> None:
+    at = poisoned.at
+    model = halted(at)
+    goes_on(at, model)
+    assert left_over([model.dispatcher]) == []
+    # There is one that stands by again.
+    assert len(dispatchers(at, 2)) == 2
+
+
+def test_a_stopped_dispatcher_that_wakes_up_beside_its_successor_touches_nothing(poisoned: Poisoned) -> None:
+    at = poisoned.at
+    mismatches = metric(at, "tinkerbus_replay_mismatches_total")
+    poisoned.file.write_text("predecessors are spared")
     try:
-        # Another dispatcher takes over, as it may once the lease has run out; this one only holds it.
-        taken = await asyncio.wait_for(take_over(at), 60)
-        client.forward_backward(batch(3, 2), "cross_entropy")
-        step = client.optim_step(ADAM)
-        await asyncio.sleep(1)
+        model = halted(at)
+        goes_on(at, model)
+        # In the middle of the next window it wakes up, with operations and ranks of its own.
+        model.client.forward_backward(batch(2, 3), "cross_entropy").result(timeout=sdk.WAIT_S)
+        model.dispatcher.resume()
+        model.client.forward_backward(batch(3, 4), "cross_entropy")
+        assert model.client.optim_step(ADAM).result(timeout=120).metrics["window_calls"] == 2
+        assert left_over([model.dispatcher], within_s=60) == []
     finally:
-        os.kill(stopped, signal.SIGCONT)
-    # The woken one may not even answer what has come meanwhile; its successor does, with an epoch of its own.
-    assert (await asyncio.to_thread(step.result, timeout=200)).metrics["window_calls"] == 2
-    assert dispatcher(at) != stopped
-    assert (await row_of_lease(at)).epoch == taken.epoch + 1
-    assert torch.equal(gradient(at, client, 0), gradient(at, undisturbed, 0))
+        poisoned.file.unlink()
+    model.undisturbed.forward_backward(batch(2, 3), "cross_entropy")
+    model.undisturbed.forward_backward(batch(3, 4), "cross_entropy")
+    model.undisturbed.optim_step(ADAM).result(timeout=sdk.WAIT_S)
+    assert torch.equal(gradient(at, model.client, 1), gradient(at, model.undisturbed, 1))
+    assert at.service.leaseholder().epoch == model.epoch + 1
     assert metric(at, "tinkerbus_replay_mismatches_total") == mismatches
 
 
-@contextlib.asynccontextmanager
-async def leases_of(at: Served) -> AsyncIterator[Table[LeaseRow]]:
-    credentials = Credentials(SERVER_USER, (at.service.data / "nats" / "server.password").read_text().strip())
-    async with await connect(at.service.nats, credentials, name="test") as bus:
-        yield await lease.open_leases(bus)
-
-
-async def take_over(at: Served) -> LeaseRow:
-    async with leases_of(at) as leases:
-        held = await Lease.acquire(leases, "main", "another", 5.0)
-        found = await leases.get("main")
-    assert found is not None
-    assert found[0].epoch == held.epoch
-    return found[0]
-
-
-async def row_of_lease(at: Served) -> LeaseRow:
-    async with leases_of(at) as leases:
-        found = await leases.get("main")
-    assert found is not None
-    return found[0]
+def dispatchers(at: Served, count: int, within_s: float = 60.0) -> list[psutil.Process]:
+    """The replicas, once there are so many."""
+    deadline = time.monotonic() + within_s
+    while True:
+        found = [p for p in at.service.tree() if "DispatcherPart" in " ".join(p.cmdline())]
+        if len(found) == count or time.monotonic() > deadline:
+            return found
+        time.sleep(0.2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -14,10 +15,16 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+
+from bus import lease
+from bus.broker_config import SERVER_USER
+from bus.connection import Credentials, connect
+from bus.lease import LeaseRow
 
 START_TIMEOUT_S = 400
 STOP_TIMEOUT_S = 60
@@ -94,6 +101,27 @@ class Service:
         assert self.process is not None
         root = psutil.Process(self.process.pid)
         return [root, *root.children(recursive=True)]
+
+    def leaseholder(self) -> LeaseRow:
+        """The dispatcher that acts, as its lease says. For embedded brokers."""
+        credentials = Credentials(SERVER_USER, (self.data / "nats" / "server.password").read_text().strip())
+
+        async def read() -> LeaseRow:
+            async with await connect(self.nats, credentials, name="test") as bus:
+                found = await (await lease.open_leases(bus)).get("main")
+            assert found is not None
+            return found[0]
+
+        with ThreadPoolExecutor(1) as thread:  # the caller may have a loop of its own
+            return thread.submit(asyncio.run, read()).result()
+
+    def acting_dispatcher(self, within_s: float = 60.0) -> psutil.Process:
+        """Its process, as soon as there is one that acts."""
+        deadline = time.monotonic() + within_s
+        while not (holder := self.leaseholder().holder):
+            assert time.monotonic() < deadline, f"no dispatcher acts after {within_s:g} s"
+            time.sleep(0.1)
+        return psutil.Process(int(holder.split()[0]))
 
     def kill_tree(self) -> list[psutil.Process]:
         """`kill -9` on every process of the tree at once; returns what was killed."""

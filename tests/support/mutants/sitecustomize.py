@@ -146,6 +146,11 @@ def _hand_over(module: Any) -> None:
     module.HandOver._hand_over = hand_over
 
 
+def _deployments(module: Any) -> None:
+    right = module._kill
+    module._kill = lambda holder: None if _is("predecessors are spared") else right(holder)
+
+
 MUTANTS = {
     "actors.engine": _engine,
     "actors.group": _group,
@@ -153,6 +158,7 @@ MUTANTS = {
     "actors.window": _window,
     "bus.log": _log,
     "loss_hub.registry": _registry,
+    "runtime.deployments": _deployments,
     "runtime.hand_over": _hand_over,
 }
 PATCHES: dict[str, list[Callable[[Any], None]]] = {}
