@@ -14,6 +14,7 @@ import time
 import msgspec
 
 from bus.connection import BrokerUnreachable, Bus
+from bus.publish import StreamFull
 from bus.tables import Table, open_table
 
 log = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ class Lease:
                         lease._renewed = now
                         return lease
                     continue
-            except BrokerUnreachable as error:
+            except (BrokerUnreachable, StreamFull) as error:
                 log.warning("waiting for the broker: %s", error)
             await asyncio.sleep(time_s / _RENEWALS / 2)
 
@@ -92,8 +93,9 @@ class Lease:
         while time.monotonic() - self._renewed >= self._time_s:
             try:
                 await self._renew()
-            except BrokerUnreachable as error:
+            except (BrokerUnreachable, StreamFull) as error:
                 log.warning("waiting for the broker: %s", error)
+                await asyncio.sleep(self._time_s / _RENEWALS / 2)
 
     async def keep(self) -> None:
         """Renew it, for ever. Raises LeaseLost."""
@@ -101,7 +103,7 @@ class Lease:
             await asyncio.sleep(self._time_s / _RENEWALS)
             try:
                 await self._renew()
-            except BrokerUnreachable as error:
+            except (BrokerUnreachable, StreamFull) as error:
                 log.warning("the lease could not be renewed: %s", error)
 
     async def release(self) -> None:
