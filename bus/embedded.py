@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from bus import broker_health, folder_lock
@@ -62,14 +62,17 @@ class EmbeddedBroker:
         max_payload: int = 8 * 2**20,
         max_file_store: int = 2**40,
         sync_interval: str = "always",
+        say: Callable[[str], None] = log.warning,
     ) -> None:
-        """`tenants` maps a tenant to its password; port -1 takes any free one; sizes are in bytes.
+        """`tenants` maps a tenant to its password; port -1 takes any free one; sizes are in bytes. `say` hears, in a
+        thread of its own, of a broker that cannot store.
 
         Raises ValueError for a tenant that is called as the servers are, or has no password.
         """
         check_tenants(tenants or {})
         self.data_dir = Path(data_dir).absolute()
         self._asked_port = port
+        self._say = say
         self._config = BrokerConfig(
             data_dir=self.data_dir,
             port=port,
@@ -276,18 +279,15 @@ class EmbeddedBroker:
             except OSError:
                 continue  # it is just not there, which `_keep` sees to
             if complaint is not None and self.complaint is None:
-                log.error(
-                    "the broker cannot store: %s. %d MiB are free in %s; it is restarted once there are %d",
-                    complaint,
-                    room >> 20,
-                    self.data_dir,
-                    mending.room_bytes >> 20,
+                self._say(
+                    f"the broker cannot store: {complaint}. {room >> 20} MiB are free in {self.data_dir}; it is "
+                    f"restarted once there are {mending.room_bytes >> 20}"
                 )
             elif complaint is None and self.complaint is not None:
-                log.warning("the broker stores again")
+                self._say("the broker stores again")
             self.complaint = complaint
             if mending.due(complaint, room, time.monotonic()):
-                log.warning("restarting the broker, which has %d MiB now", room >> 20)
+                self._say(f"restarting the broker, which has {room >> 20} MiB now")
                 self._terminate()
 
     # --------------------------------------------------------------------------------------------- the folder
