@@ -120,6 +120,8 @@ def _ray(data: Path) -> Iterator[bool]:
     # By default workers have niceness 15: whatever else runs on the machine, the clients included, would push the
     # ranks aside.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    # Ray would note every actor call, which is several a request, and keep the last 100,000 in memory.
+    os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
     # Its proxy listens before it knows our routes.
     os.environ.setdefault("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", "runtime.serve_proxy.middlewares")
     import ray
