@@ -6,7 +6,7 @@ MODEL ?= tiny
 SEEDS ?= 3
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test unit lint gates bench chaos install clean
+.PHONY: demo test unit lint gates bench memory chaos install clean
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -38,6 +38,9 @@ gates: $(STAMP)
 
 bench: $(STAMP)
 	@$(BIN)/tinkerbus bench
+
+memory: $(STAMP)
+	@$(BIN)/python -W ignore -m benchmarks.memory
 
 chaos: $(STAMP)
 	@$(BIN)/python -W ignore -m tests.chaos --seeds $(SEEDS)

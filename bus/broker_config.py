@@ -16,6 +16,8 @@ from bus import subjects
 
 SERVER_USER = "tinkerbus"
 SERVER_ACCOUNT = "TINKERBUS"
+SUPERVISOR_USER = "tinkerbus-supervisor"
+"""May ask the broker how it is, and nothing of what it carries."""
 
 
 @dataclass(slots=True)
@@ -28,6 +30,7 @@ class BrokerConfig:
     """Bytes that all streams together may take on disk."""
     sync_interval: str
     server_password: str
+    supervisor_password: str
     tenants: dict[str, str]
 
 
@@ -45,7 +48,7 @@ def tenant_subjects(tenant: str) -> tuple[str, str, str]:
 def check_tenants(tenants: Mapping[str, str]) -> None:
     """Raises ValueError for a name or a password that the broker could not tell apart."""
     for tenant, password in tenants.items():
-        if not tenant or tenant == SERVER_USER:
+        if not tenant or tenant in (SERVER_USER, SUPERVISOR_USER):
             raise ValueError(f"tenant {tenant!r}: choose another name, this one is empty or the servers' own")
         if not password:
             raise ValueError(f"tenant {tenant!r} has an empty password")
@@ -59,7 +62,7 @@ def render(config: BrokerConfig) -> str:
             "users": [{"user": SERVER_USER, "password": config.server_password}],
             "exports": [export for tenant in config.tenants for export in _exports(tenant)],
         },
-        "SYS": {"users": []},
+        "SYS": {"users": [{"user": SUPERVISOR_USER, "password": config.supervisor_password}]},
     }
     for tenant, password in config.tenants.items():
         accounts[_account(tenant)] = _tenant_account(tenant, password)

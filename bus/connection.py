@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import nats.errors
+import nats.js.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
@@ -164,6 +165,12 @@ class Bus:
         return BrokerUnreachable(
             f"the broker at {_without_password(self.url)} did not answer: {doing}{because}"
         )
+
+    def refusal(self, doing: str, error: nats.js.errors.APIError) -> BrokerError:
+        """JetStream said no: BrokerUnreachable for what it cannot do now, as without room on its disk."""
+        if isinstance(error, nats.js.errors.ServiceUnavailableError) or (error.code or 0) >= 500:
+            return self.unreachable(f"{doing}: {error.description}")
+        return BrokerError(f"the broker refuses {doing}: {error.description}")
 
     async def close(self) -> None:
         """Close at once. Never drains: a drain can hang after a timed-out fetch."""

@@ -2,11 +2,13 @@
 
 What always holds: one broker per folder (a lock that the broker process itself holds too); the broker dies with the
 process that started it, and comes back on the same port when it dies alone; passwords are in files of mode 0600.
+A broker that stopped storing, as after a full disk, is restarted once there is room.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import secrets
 import shutil
@@ -15,17 +17,22 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from bus import folder_lock
+from bus import broker_health, folder_lock
 from bus.broker_config import SERVER_USER, BrokerConfig, check_tenants, render
 from bus.broker_folder import PASSWORD_FILE, Endpoint, port_in
+from bus.broker_health import Mending
 from bus.connection import BrokerError, Credentials
 from bus.folder_lock import FolderInUse
 
 __all__ = ["EmbeddedBroker", "Endpoint", "FolderInUse", "find_nats_server"]
 
+log = logging.getLogger(__name__)
+
+HEALTH_S = 1.0
+"""Between two questions to the broker how it is."""
 _START_S = 20.0
 _STOP_S = 10.0
 _PR_SET_PDEATHSIG = 1
@@ -55,14 +62,17 @@ class EmbeddedBroker:
         max_payload: int = 8 * 2**20,
         max_file_store: int = 2**40,
         sync_interval: str = "always",
+        say: Callable[[str], None] = log.warning,
     ) -> None:
-        """`tenants` maps a tenant to its password; port -1 takes any free one; sizes are in bytes.
+        """`tenants` maps a tenant to its password; port -1 takes any free one; sizes are in bytes. `say` hears, in a
+        thread of its own, of a broker that cannot store.
 
         Raises ValueError for a tenant that is called as the servers are, or has no password.
         """
         check_tenants(tenants or {})
         self.data_dir = Path(data_dir).absolute()
         self._asked_port = port
+        self._say = say
         self._config = BrokerConfig(
             data_dir=self.data_dir,
             port=port,
@@ -70,11 +80,13 @@ class EmbeddedBroker:
             max_file_store=max_file_store,
             sync_interval=sync_interval,
             server_password="",
+            supervisor_password=secrets.token_urlsafe(32),
             tenants=dict(tenants or {}),
         )
         self._lock_file: int | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._keeper: threading.Thread | None = None
+        self._watcher: threading.Thread | None = None
         self._stopping = threading.Event()
         self._changed = threading.Condition()
         self._failure: str | None = None
@@ -83,6 +95,8 @@ class EmbeddedBroker:
         """How often a broker process came up; more than one means it died or was restarted."""
         self.problem: str | None = None
         """Why the process is not up again although it should be; it is tried for ever."""
+        self.complaint: str | None = None
+        """Why the broker does not store everything that it is given; see `bus.broker_health`."""
 
     @property
     def url(self) -> str:
@@ -122,6 +136,9 @@ class EmbeddedBroker:
         if self._keeper is not None:
             self._keeper.join()
             self._keeper = None
+        if self._watcher is not None:
+            self._watcher.join()
+            self._watcher = None
         if self._lock_file is not None:
             os.close(self._lock_file)
             self._lock_file = None
@@ -169,6 +186,8 @@ class EmbeddedBroker:
         self._keeper = threading.Thread(target=self._keep, name="embedded-broker", daemon=True)
         self._keeper.start()
         self._wait_for_start(before)
+        self._watcher = threading.Thread(target=self._watch, name="embedded-broker-health", daemon=True)
+        self._watcher.start()
 
     def _wait_for_start(self, before: int) -> None:
         with self._changed:
@@ -250,6 +269,27 @@ class EmbeddedBroker:
         if process.poll() is None:
             process.kill()
 
+    def _watch(self) -> None:
+        """Restart the broker when it has stopped storing and can go on."""
+        mending = Mending(room_bytes=2 * self._config.max_payload)
+        while not self._stopping.wait(HEALTH_S):
+            try:
+                complaint = broker_health.ask(self._config.port, self._config.supervisor_password)
+                room = _room(self.data_dir)
+            except OSError:
+                continue  # it is just not there, which `_keep` sees to
+            if complaint is not None and self.complaint is None:
+                self._say(
+                    f"the broker cannot store: {complaint}. {room >> 20} MiB are free in {self.data_dir}; it is "
+                    f"restarted once there are {mending.room_bytes >> 20}"
+                )
+            elif complaint is None and self.complaint is not None:
+                self._say("the broker stores again")
+            self.complaint = complaint
+            if mending.due(complaint, room, time.monotonic()):
+                self._say(f"restarting the broker, which has {room >> 20} MiB now")
+                self._terminate()
+
     # --------------------------------------------------------------------------------------------- the folder
 
     @property
@@ -264,7 +304,9 @@ class EmbeddedBroker:
         return next((line for line in reversed(lines) if "[FTL]" in line), lines[-1] if lines else "no word")
 
     def _write_config(self) -> None:
-        _write_private(self.data_dir / "nats.conf", render(self._config))
+        path, text = self.data_dir / "nats.conf", render(self._config)
+        if not path.exists() or path.read_text() != text:  # a full disk would not take it once more
+            _write_private(path, text)
 
     def _server_password(self) -> str:
         """Made once for the folder, so that servers of an earlier run can still connect."""
@@ -276,6 +318,12 @@ class EmbeddedBroker:
 
 def _die_with_parent() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _room(folder: Path) -> int:
+    """Bytes that may still be written there."""
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize
 
 
 def _write_private(path: Path, text: str) -> None:

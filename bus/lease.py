@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator
 import msgspec
 
 from bus.connection import BrokerUnreachable, Bus
+from bus.publish import StreamFull
 from bus.tables import Table, open_table
 
 log = logging.getLogger(__name__)
@@ -93,7 +94,7 @@ class Lease:
                         lease._renewed = now
                         return lease
                     continue
-            except BrokerUnreachable as error:
+            except (BrokerUnreachable, StreamFull) as error:
                 log.warning("waiting for the broker: %s", error)
                 seen = None
             await asyncio.sleep(time_s / _RENEWALS / 2)
@@ -108,8 +109,9 @@ class Lease:
         while time.monotonic() - self._renewed >= self._time_s:
             try:
                 await self._renew()
-            except BrokerUnreachable as error:
+            except (BrokerUnreachable, StreamFull) as error:
                 log.warning("waiting for the broker: %s", error)
+                await asyncio.sleep(self._time_s / _RENEWALS / 2)
 
     @contextlib.asynccontextmanager
     async def kept(self) -> AsyncIterator[None]:
@@ -132,7 +134,7 @@ class Lease:
             await asyncio.sleep(self._time_s / _RENEWALS)
             try:
                 await self._renew()
-            except BrokerUnreachable as error:
+            except (BrokerUnreachable, StreamFull) as error:
                 log.warning("the lease could not be renewed: %s", error)
 
     async def release(self) -> None:

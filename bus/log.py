@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from bus import blobs, codec, scan, subjects
 from bus.blobs import TB_BLOB, BlobRef
-from bus.connection import BrokerError, Bus
+from bus.connection import Bus
 from bus.errors import newer_format
 from bus.events import FORMAT, Op, request_id
 from bus.ledger import Ledger
@@ -33,7 +33,7 @@ CONTENT_TYPE, TB_FORMAT, TB_TENANT, TB_VERB, TB_HASH = (
 )
 
 
-class LogFull(BrokerError):
+class LogFull(StreamFull):
     """The log takes no more for now; nothing was stored."""
 
 

@@ -68,7 +68,7 @@ async def store(
                 raise SubjectTaken(asked_before)
             if error.get("err_code") in _STREAM_FULL:
                 raise StreamFull(f"{doing} is refused: {error.get('description')}")
-            if error.get("code") != 503:
+            if error.get("code", 0) < 500:
                 raise BrokerError(f"{doing} is refused: {error.get('description')}")
             problem = bus.unreachable(f"{doing}: {error.get('description')}")
         except BrokerUnreachable as unreachable:

@@ -19,7 +19,7 @@ from nats.aio.subscription import Subscription
 
 from bus import blobs, codec, scan, subjects
 from bus.blobs import TB_BLOB, BlobLost, BlobRef
-from bus.connection import BrokerError, BrokerUnreachable, Bus
+from bus.connection import BrokerUnreachable, Bus
 from bus.events import FORMAT, Result
 from bus.log import CONTENT_TYPE, TB_FORMAT
 from bus.publish import StreamFull, SubjectTaken, store
@@ -30,7 +30,7 @@ _SOON_S = (0.002, 0.005, 0.02, 0.05, 0.2, 0.5)
 """When to look again after a live message: a tenant sees it before the broker has stored it."""
 
 
-class ResultsFull(BrokerError):
+class ResultsFull(StreamFull):
     """The results stream takes no more; nothing was stored."""
 
 

@@ -40,7 +40,7 @@ def _stored(msg: Msg, stream: str) -> StoredMessage | None:
     if status in ("204", "404"):
         return None
     said = f"the broker refuses to read stream {stream}: {status} {headers.get('Description', '')}".rstrip()
-    raise BrokerUnreachable(said) if status == "503" else BrokerError(said)
+    raise BrokerUnreachable(said) if str(status).startswith("5") else BrokerError(said)
 
 
 async def batch(bus: Bus, stream: str, subject_filter: str, from_position: int) -> list[StoredMessage]:
@@ -121,7 +121,7 @@ async def _info(
     if error := answer.get("error"):
         if missing_is_none and error.get("err_code") == _STREAM_MISSING:
             return None
-        raise BrokerError(f"the broker refuses to describe stream {stream}: {error.get('description')}")
+        raise _refusal(bus, f"describe stream {stream}", error)
     return answer
 
 
@@ -134,4 +134,11 @@ async def purge(bus: Bus, stream: str, subject_filter: str, *, below_position: i
         f"$JS.API.STREAM.PURGE.{stream}", json.dumps(request).encode(), timeout_s=_ANSWER_S
     )
     if error := json.loads(answer.data).get("error"):
-        raise BrokerError(f"the broker refuses to purge stream {stream}: {error.get('description')}")
+        raise _refusal(bus, f"purge stream {stream}", error)
+
+
+def _refusal(bus: Bus, doing: str, error: dict[str, Any]) -> BrokerError:
+    """What the broker itself cannot do now, as on a full disk, may well succeed later."""
+    if error.get("code", 0) >= 500:
+        return bus.unreachable(f"{doing}: {error.get('description')}")
+    return BrokerError(f"the broker refuses to {doing}: {error.get('description')}")

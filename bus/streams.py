@@ -13,7 +13,7 @@ import nats.js.errors
 from nats.js import api
 
 from bus import subjects
-from bus.connection import BrokerError, Bus
+from bus.connection import Bus
 
 _NAME_IN_USE = 10058
 
@@ -113,6 +113,6 @@ async def _ensure(bus: Bus, config: api.StreamConfig) -> None:
                 raise
             await bus.js.update_stream(config)
     except nats.js.errors.APIError as error:
-        raise BrokerError(f"the broker refuses stream {config.name}: {error.description}") from None
+        raise bus.refusal(f"stream {config.name}", error) from None
     except (nats.errors.Error, TimeoutError) as error:
         raise bus.unreachable(f"creating stream {config.name}", error) from None

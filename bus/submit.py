@@ -145,7 +145,7 @@ class SubmitReader:
         except nats.js.errors.NotFoundError:
             return None
         except nats.js.errors.APIError as error:
-            raise BrokerError(f"the broker refuses to read the submit queue: {error.description}") from None
+            raise self._bus.refusal("to read the submit queue", error) from None
         except (nats.errors.Error, TimeoutError) as error:
             raise self._bus.unreachable("reading the submit queue", error) from None
         return found.data or b""
@@ -162,10 +162,8 @@ class SubmitReader:
                     max_waiting=512,
                 ),
             )
-        except nats.js.errors.ServiceUnavailableError as error:
-            raise self._bus.unreachable("opening the submit queue", error) from None
         except nats.js.errors.APIError as error:
-            raise BrokerError(f"the broker refuses the submit queue: {error.description}") from None
+            raise self._bus.refusal("the submit queue", error) from None
 
     @staticmethod
     def _submitted(msg: Msg) -> Submitted | None:

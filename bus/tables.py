@@ -15,7 +15,7 @@ import nats.js.errors
 from nats.js import api
 
 from bus import scan, subjects
-from bus.connection import BrokerError, Bus
+from bus.connection import Bus
 from bus.events import LoraConfig
 from bus.publish import SubjectTaken, store
 
@@ -87,7 +87,8 @@ T = TypeVar("T", bound=msgspec.Struct)
 class Table(Generic[T]):
     """One bucket. Made by `open_table`.
 
-    Every method raises BrokerUnreachable once ten seconds have gone by without an answer.
+    Every method raises BrokerUnreachable once ten seconds have gone by without an answer; what writes raises
+    StreamFull where the broker has no room.
     """
 
     def __init__(self, bus: Bus, name: str, row_type: type[T]) -> None:
@@ -196,7 +197,7 @@ async def open_table(bus: Bus, name: str, row_type: type[T], *, replicas: int = 
     try:
         await bus.js.create_key_value(config)
     except nats.js.errors.APIError as error:
-        raise BrokerError(f"the broker refuses table {name}: {error.description}") from None
+        raise bus.refusal(f"table {name}", error) from None
     except (nats.errors.Error, TimeoutError) as error:
         raise bus.unreachable(f"opening table {name}", error) from None
     return Table(bus, name, row_type)

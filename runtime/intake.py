@@ -18,7 +18,8 @@ from bus.codec import JSON, MSGPACK, PROTOBUF, datum_sizes, encode
 from bus.connection import BrokerUnreachable, Bus
 from bus.errors import CodecError
 from bus.events import CreateModel, Failed, ForwardBackward, Result, Submission
-from bus.log import BodyConflict, LogEntry, LogFull, OpsLog
+from bus.log import BodyConflict, LogEntry, OpsLog
+from bus.publish import StreamFull
 from bus.results import Results
 from bus.submit import SubmitReader, Submitted
 from bus.tables import ModelRow, Tables
@@ -29,7 +30,7 @@ from runtime.admission import Admission, QueueFull
 logger = logging.getLogger("tinkerbus.intake")
 
 PAUSE_S = 0.5
-"""Between tries while the broker is away or the log is full."""
+"""Between tries while the broker is away or has no room."""
 SHORTEST_HOLD_S, LONGEST_HOLD_S = 0.25, 4.0
 """How long what a model has no room for stays in the submit queue, the first time and at most. Other models' go on."""
 
@@ -74,7 +75,7 @@ class Intake:
                 logger.debug("submission of model %r stays in the queue: %s", submitted.model_id, error)
                 await submitted.nak(hold_s(submitted.deliveries))
                 return
-            except (LogFull, BrokerUnreachable) as error:
+            except (StreamFull, BrokerUnreachable) as error:
                 logger.warning("submission of model %r has to wait: %s", submitted.model_id, error)
                 await asyncio.sleep(PAUSE_S)
             except asyncio.CancelledError:

@@ -87,7 +87,7 @@ class Pipeline:
 
     async def run(self) -> None:
         """Raises LeaseLost, GroupDied; FingerprintDiffers where snapshots do not fit this machine."""
-        self._replay_to = await self._s.log.last_position()
+        self._replay_to = await patiently(self._s.log.last_position)
         recovery = Recovery(self._s, self._group, self._snapshots, self._fingerprint)
         done_with = await recovery.resume(self._sequencer, self._hand_over)
         await patiently(lambda: self._s.log.forget_all(done_with))

@@ -11,7 +11,7 @@ from bus.tables import ModelRow
 from runtime import fingerprint
 from runtime.hand_over import HandOver
 from runtime.sequencer import LaneState, Sequencer
-from runtime.services import Services
+from runtime.services import Services, patiently
 from runtime.snapshots import Snapshot, Snapshots
 
 log = logging.getLogger(__name__)
@@ -32,10 +32,10 @@ class Recovery:
     async def resume(self, sequencer: Sequencer, hand_over: HandOver) -> set[str]:
         """Every live model that has a snapshot goes on from its newest that can be used; which models have ended.
 
-        Raises FingerprintDiffers, NewerFormat, GroupDied, BrokerUnreachable.
+        Raises FingerprintDiffers, NewerFormat, GroupDied.
         """
         done_with = set()
-        for key, row in (await self._s.tables.models.all()).items():
+        for key, row in (await patiently(self._s.tables.models.all)).items():
             model_id = str(key)
             if row.status == "unloaded":
                 done_with.add(model_id)

@@ -69,7 +69,7 @@ def running(settings: Settings, say: Callable[[str], None]) -> Iterator[Endpoint
         _check_free(settings.http.host, settings.http.port)
     with contextlib.ExitStack() as stack:
         say("starting the broker")
-        nats_url, credentials = stack.enter_context(_broker(settings, data, keys))
+        nats_url, credentials = stack.enter_context(_broker(settings, data, keys, say))
         asyncio.run(_announce_start(nats_url, credentials, settings))
         say("starting Ray")
         gpus = stack.enter_context(_ray(data))
@@ -83,13 +83,15 @@ def running(settings: Settings, say: Callable[[str], None]) -> Iterator[Endpoint
 
 
 @contextlib.contextmanager
-def _broker(settings: Settings, data: Path, keys: Keys) -> Iterator[tuple[str, Credentials | None]]:
+def _broker(
+    settings: Settings, data: Path, keys: Keys, say: Callable[[str], None]
+) -> Iterator[tuple[str, Credentials | None]]:
     """The operator's broker, or an embedded one on the data folder."""
     nats = settings.nats
     if nats.url is not None:
         yield nats.url, Credentials(nats.user, nats.password or "") if nats.user else None
         return
-    broker = EmbeddedBroker(data / BROKER_FOLDER, keys.nats_passwords(), port=nats.port or -1)
+    broker = EmbeddedBroker(data / BROKER_FOLDER, keys.nats_passwords(), port=nats.port or -1, say=say)
     endpoint = broker.start()
     try:
         yield endpoint.url, endpoint.credentials
@@ -118,6 +120,8 @@ def _ray(data: Path) -> Iterator[bool]:
     # By default workers have niceness 15: whatever else runs on the machine, the clients included, would push the
     # ranks aside.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    # Ray would note every actor call, which is several a request, and keep the last 100,000 in memory.
+    os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
     # Its proxy listens before it knows our routes.
     os.environ.setdefault("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", "runtime.serve_proxy.middlewares")
     import ray

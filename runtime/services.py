@@ -14,6 +14,7 @@ from bus.connection import BrokerUnreachable
 from bus.lease import LeaseRow
 from bus.ledger import Ledger
 from bus.log import OpsLog
+from bus.publish import StreamFull
 from bus.results import Results
 from bus.tables import Table, Tables
 from observability.recorder import Recorder
@@ -40,15 +41,15 @@ class Services:
 
 
 async def patiently(attempt: Callable[[], Awaitable[T]], *, for_s: float = math.inf) -> T:
-    """Repeat an idempotent attempt while the broker is away: what the ranks did must get its result.
+    """Repeat an idempotent attempt while the broker is away or has no room: what the ranks did must get its result.
 
-    Raises the last BrokerUnreachable when the broker has been away for `for_s` seconds.
+    Raises the last BrokerUnreachable or StreamFull when that has lasted for `for_s` seconds.
     """
     deadline = time.monotonic() + for_s
     while True:
         try:
             return await attempt()
-        except BrokerUnreachable as error:
+        except (BrokerUnreachable, StreamFull) as error:
             if time.monotonic() >= deadline:
                 raise
             log.warning("waiting for the broker: %s", error)

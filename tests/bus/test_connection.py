@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from nats.js.errors import BadRequestError, ServerError, ServiceUnavailableError
 
 from bus.connection import (
     BrokerError,
@@ -158,3 +159,14 @@ async def test_closing_is_quick_also_while_the_broker_is_away(frail_bus: Bus, pr
     await frail_bus.close()
     await frail_bus.close()
     assert time.monotonic() - began < 15
+
+
+async def test_what_jetstream_cannot_do_now_may_be_tried_again(bus: Bus) -> None:
+    full = ServerError(code=500, description="no space left on device", err_code=10000)
+    away = ServiceUnavailableError(code=503, description="JetStream not enabled", err_code=10039)
+    for error in (full, away):
+        assert isinstance(bus.refusal("table x", error), BrokerUnreachable)
+        assert str(error.description) in str(bus.refusal("table x", error))
+    wrong = BadRequestError(code=400, description="invalid name", err_code=10052)
+    assert not isinstance(bus.refusal("table x", wrong), BrokerUnreachable)
+    assert str(bus.refusal("table x", wrong)) == "the broker refuses table x: invalid name"

@@ -13,6 +13,7 @@ from bus import lease
 from bus.connection import Bus
 from bus.embedded import EmbeddedBroker
 from bus.lease import Lease, LeaseLost, LeaseRow
+from bus.publish import StreamFull
 from bus.tables import Table
 
 LEASE_S = 0.6
@@ -53,6 +54,29 @@ async def test_a_dead_holder_is_replaced_after_the_leases_time_and_no_sooner(
     before = time.monotonic()
     await acquired(leases, "next")
     assert time.monotonic() - before >= LEASE_S
+
+
+async def test_a_holder_keeps_it_over_a_broker_without_room(
+    leases: Table[LeaseRow], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = await acquired(leases, "first")
+    keeping = asyncio.create_task(held.keep())
+    asked = []
+
+    async def no_room(*_: object) -> None:
+        asked.append(time.monotonic())
+        raise StreamFull("a row is refused: insufficient resources")
+
+    with monkeypatch.context() as full:
+        full.setattr(leases, "update", no_room)
+        await asyncio.sleep(2 * LEASE_S)
+        confirming = asyncio.create_task(held.confirm())
+        await asyncio.sleep(LEASE_S)
+        assert not confirming.done()  # nobody may act on a lease that cannot be renewed
+        assert len(asked) < 50
+    await asyncio.wait_for(confirming, 10)
+    assert not keeping.done()
+    keeping.cancel()
 
 
 async def test_a_holder_that_wakes_up_after_another_took_over_must_not_act(leases: Table[LeaseRow]) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 
 from bus.connection import BrokerUnreachable, WrongCredentials
+from bus.log import LogFull
+from bus.publish import StreamFull
+from bus.results import ResultsFull
 from runtime import services
 from runtime.services import patiently
 
@@ -30,6 +33,11 @@ async def test_a_broker_that_is_away_is_waited_for() -> None:
     away = BrokerUnreachable("away")
     assert await patiently(Attempts(away, away, away)) == "answer"
     assert await patiently(Attempts(away, away, away), for_s=60) == "answer"
+
+
+async def test_a_broker_without_room_is_waited_for() -> None:
+    full = [StreamFull("a row"), ResultsFull("a result"), LogFull("an operation")]
+    assert await patiently(Attempts(*full)) == "answer"
 
 
 async def test_it_ends_with_the_last_error_when_the_time_is_up() -> None:
