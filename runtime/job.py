@@ -28,6 +28,8 @@ class Job:
     """Set at once, or by `finish`."""
     finish: Callable[[Any], Outcome] | None = None
     """From the ranks' answer to the outcome; None when `outcome` stands whatever they answer."""
+    charged_s: float = 0.0
+    """Rank time that its tenant was charged with when it was handed over."""
     loses_gradient: bool = False
     """A failure of this operation takes a gradient out of the model's window."""
     horizon: int | None = None

@@ -59,5 +59,5 @@ class Lanes:
             del self._tenants[name]
 
     def charge(self, tenant: str, seconds: float) -> None:
-        """Rank time that this tenant used."""
+        """Rank time that this tenant uses; below 0 takes back what an estimate was too large by."""
         self._tenants.setdefault(tenant, _Tenant(self._now)).used += seconds

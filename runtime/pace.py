@@ -31,9 +31,11 @@ class Pace:
         self._cost: dict[tuple[str, str], float] = {}
         """Seconds per unit of size, by model and verb."""
 
-    def handed_over(self, job: Job, now: float) -> None:
-        """The ranks will work on it."""
+    def handed_over(self, job: Job, now: float) -> float:
+        """The ranks will work on it; for how long, as far as that is known, else 0."""
         self._at_ranks[job.entry.request_id] = (job, now)
+        expected = self._expected(job)
+        return expected if expected < math.inf else 0.0
 
     def answered(self, job: Job, now: float) -> float:
         """The ranks are done with it; the seconds that they worked on it."""

@@ -206,7 +206,9 @@ class Pipeline:
         job = Job(entry, verb, accepted, now)
         await self._hand_over.begin(job, turn, self._settling.given_up(entry))
         if job.ranks is not None:
-            self._pace.handed_over(job, time.monotonic())
+            # At once: whose turn is next is decided while this one runs.
+            job.charged_s = self._pace.handed_over(job, time.monotonic())
+            self._sequencer.charge(entry.tenant, job.charged_s)
         if isinstance(job.outcome, Failed):
             await self._note_failure(job)
         return job
@@ -255,7 +257,7 @@ class Pipeline:
     def _spent(self, job: Job) -> None:
         """Count the ranks' time for an operation that they have just answered."""
         seconds = self._pace.answered(job, time.monotonic())
-        self._sequencer.charge(job.entry.tenant, seconds)
+        self._sequencer.charge(job.entry.tenant, seconds - job.charged_s)
         if self._hand_over.config(job.entry.model_id) is not None:
             self._snapshotting.spent(job.entry.model_id, seconds)
 

@@ -96,7 +96,7 @@ class Sequencer:
         return turn
 
     def charge(self, tenant: str, seconds: float) -> None:
-        """Rank time that this tenant's operations took: who used less comes first from now on."""
+        """Rank time that this tenant's operations take: who used less comes first from now on."""
         self._fair.charge(tenant, seconds)
 
     def _take(self, lane: _Lane) -> Turn:

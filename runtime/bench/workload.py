@@ -32,8 +32,8 @@ class Workload:
         return self.datums * self.tokens
 
 
-def model_folder(folder: Path) -> Path:
-    """A random Qwen3 of 4 layers, hidden size 256 and 512 tokens, saved on first use."""
+def model_folder(folder: Path, *, layers: int = 4) -> Path:
+    """A random Qwen3 of hidden size 256 and 512 tokens, saved on first use."""
     if (folder / "config.json").is_file():
         return folder
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -46,7 +46,7 @@ def model_folder(folder: Path) -> Path:
             vocab_size=VOCAB,
             hidden_size=256,
             intermediate_size=768,
-            num_hidden_layers=4,
+            num_hidden_layers=layers,
             num_attention_heads=4,
             num_key_value_heads=2,
             head_dim=64,

@@ -78,3 +78,9 @@ def test_verbs_and_models_are_measured_apart() -> None:
     pace.forget("m")
     pace.handed_over(job(100, 3), 12.0)
     assert pace.room_in(12.0) == math.inf
+
+
+def test_what_is_handed_over_is_told_with_the_time_that_it_will_take() -> None:
+    pace = Pace(AHEAD)
+    assert pace.handed_over(job(100, 0), 0.0) == 0.0  # not known
+    assert math.isclose(measured(0.5).handed_over(job(200, 1), 9.0), 1.0)
