@@ -13,12 +13,15 @@ from tests.chaos.run import Hit, Outcome
 from tests.chaos.schedule import HEARTBEAT_S, KILL, LAST_EVENT, LEASE_S, STOP, Event, Kind, schedule
 from tests.chaos.seeds import Chaos
 
-SEEDS = int(os.environ.get("CHAOS_SEEDS", "1"))
-"""CI runs one; `make chaos` runs as many as asked for, and measures."""
+SEEDS = int(os.environ.get("CHAOS_SEEDS", "0"))
+"""Four to seven minutes each on 2 cores. `make chaos` runs as many as asked for, and measures."""
 
 
 @pytest.mark.e2e
 @pytest.mark.slow
+@pytest.mark.skipif(
+    SEEDS == 0, reason="CHAOS_SEEDS is how many seeds to run, some minutes each; or make chaos"
+)
 @pytest.mark.timeout(300 + 450 * SEEDS)
 def test_tenants_end_with_the_same_bits_whatever_is_killed_or_stopped(tmp_path: Path) -> None:
     chaos = Chaos(tmp_path)
