@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import threading
 import time
 import urllib.error
@@ -24,7 +25,12 @@ from tests.support import dumps, sdk
 from tests.support.requests import datums
 from tests.support.small_disk import SmallDisk, mounted
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif("DISK_FULL" not in os.environ, reason="takes minutes: DISK_FULL=1"),
+]
 
 ADAM = types.AdamParams(learning_rate=1e-3)
 SMALL = (7, 3, 11)
