@@ -25,12 +25,8 @@ from tests.support import dumps, sdk
 from tests.support.requests import datums
 from tests.support.small_disk import SmallDisk, mounted
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif("DISK_FULL" not in os.environ, reason="takes minutes: DISK_FULL=1"),
-]
+BY_REQUEST = pytest.mark.skipif("DISK_FULL" not in os.environ, reason="takes minutes: DISK_FULL=1")
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600), BY_REQUEST]
 
 ADAM = types.AdamParams(learning_rate=1e-3)
 SMALL = (7, 3, 11)
