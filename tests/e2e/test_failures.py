@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import time
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,12 +58,6 @@ def rank(at: Served) -> int:
     return found
 
 
-def metric(at: Served, name: str) -> float:
-    with urllib.request.urlopen(at.service.metrics, timeout=10) as answer:
-        page = answer.read().decode()
-    return sum(map(float, re.findall(rf"^{name}{{.*}} (\S+)$", page, re.MULTILINE)))
-
-
 def gradient(at: Served, client: tinker.TrainingClient, step: int) -> torch.Tensor:
     return dumps.vector(dumps.read(at.dumps, sdk.model_id(client), step)["gradient"])
 
@@ -95,8 +87,8 @@ def test_an_operation_that_kills_the_ranks_every_time_is_given_up_and_the_model_
             client.forward_backward(batch(3, 5), "cross_entropy")
             assert client.optim_step(ADAM).result(timeout=300).metrics["window_calls"] == 1
         assert torch.equal(gradient(at, hit, 0), gradient(at, undisturbed, 0))
-        assert metric(at, "tinkerbus_recoveries_total") == 3
-        assert metric(at, "tinkerbus_replay_mismatches_total") == 0
+        assert at.service.metric("tinkerbus_recoveries_total") == 3
+        assert at.service.metric("tinkerbus_replay_mismatches_total") == 0
     finally:
         poisoned.file.unlink()
     # A rank that dies for another reason later does not wake it up again.
@@ -161,7 +153,7 @@ def test_a_stopped_dispatcher_is_replaced_by_the_one_that_stands_by_and_killed(p
 
 def test_a_stopped_dispatcher_that_wakes_up_beside_its_successor_touches_nothing(poisoned: Poisoned) -> None:
     at = poisoned.at
-    mismatches = metric(at, "tinkerbus_replay_mismatches_total")
+    mismatches = at.service.metric("tinkerbus_replay_mismatches_total")
     poisoned.file.write_text("predecessors are spared")
     try:
         model = halted(at)
@@ -179,7 +171,7 @@ def test_a_stopped_dispatcher_that_wakes_up_beside_its_successor_touches_nothing
     model.undisturbed.optim_step(ADAM).result(timeout=sdk.WAIT_S)
     assert torch.equal(gradient(at, model.client, 1), gradient(at, model.undisturbed, 1))
     assert at.service.leaseholder().epoch == model.epoch + 1
-    assert metric(at, "tinkerbus_replay_mismatches_total") == mismatches
+    assert at.service.metric("tinkerbus_replay_mismatches_total") == mismatches
 
 
 def dispatchers(at: Served, count: int, within_s: float = 60.0) -> list[psutil.Process]:
