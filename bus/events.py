@@ -76,13 +76,25 @@ class LoraConfig(Event, frozen=True):
 # ---------------------------------------------------------------------------------------------- operations
 
 
+class Checkpoint(Event, frozen=True):
+    """Which checkpoint is to be loaded, and how much of it."""
+
+    path: str
+    """`tinker://<model_id>/weights/<name>`"""
+    optimizer: bool = False
+    """True goes on with its optimizer state; False starts a fresh optimizer."""
+
+
 class CreateModel(Event, frozen=True, tag_field="type", tag="create_model"):
     """Always number 0 of its model."""
 
     base_model: str
+    """With `start`, empty for whatever the checkpoint was trained on."""
     lora: LoraConfig | None = None
-    """None asks for full-parameter training."""
+    """None asks for full-parameter training; with `start`, what the checkpoint has is taken."""
     user_metadata: dict[str, str] = {}
+    start: Checkpoint | None = None
+    """None starts from the base model."""
 
 
 class ForwardBackward(Event, frozen=True, tag_field="type", tag="forward_backward"):
@@ -102,6 +114,42 @@ class OptimStep(Event, frozen=True, tag_field="type", tag="optim_step"):
     adam_params: AdamParams = AdamParams()
 
 
+class SaveWeights(Event, frozen=True, tag_field="type", tag="save_weights"):
+    """Write a training checkpoint: weights, optimizer, counters."""
+
+    name: str
+    ttl_seconds: int | None = None
+    """Seconds until it is deleted; None keeps it."""
+    overwrite: bool = False
+    """Whether a checkpoint of this name may be there already, and is replaced."""
+    user_metadata: dict[str, str] = {}
+
+
+class SaveWeightsForSampler(Event, frozen=True, tag_field="type", tag="save_weights_for_sampler"):
+    """Write weights to sample from: under a name, or for one sampling session."""
+
+    name: str | None = None
+    sampling_session_id: str | None = None
+    """The session that is to sample from them, where they have no name."""
+    inflight: bool = False
+    """The one target of its model: what samples from it goes on with the new weights."""
+    ttl_seconds: int | None = None
+    user_metadata: dict[str, str] = {}
+
+
+class SaveWeightsExternal(Event, frozen=True, tag_field="type", tag="save_weights_external"):
+    """Write weights for other programs: a PEFT adapter folder, or a whole Hugging Face model folder."""
+
+    name: str
+    ttl_seconds: int | None = None
+
+
+class LoadWeights(Event, frozen=True, tag_field="type", tag="load_weights"):
+    """Go on from a checkpoint of the same base model and adapter configuration. Ends the open window."""
+
+    checkpoint: Checkpoint
+
+
 class UnloadModel(Event, frozen=True, tag_field="type", tag="unload_model"):
     """End a model once every operation logged before this one has run. Has no `seq_id`."""
 
@@ -115,9 +163,29 @@ class Refused(Event, frozen=True, tag_field="type", tag="refused"):
     """The operation it would have been, where that is known."""
 
 
-Op: TypeAlias = CreateModel | ForwardBackward | OptimStep | UnloadModel | Refused
+Op: TypeAlias = (
+    CreateModel
+    | ForwardBackward
+    | OptimStep
+    | SaveWeights
+    | SaveWeightsForSampler
+    | SaveWeightsExternal
+    | LoadWeights
+    | UnloadModel
+    | Refused
+)
 
-VERBS = ("create_model", "forward_backward", "optim_step", "unload_model", "refused")
+VERBS = (
+    "create_model",
+    "forward_backward",
+    "optim_step",
+    "save_weights",
+    "save_weights_for_sampler",
+    "save_weights_external",
+    "load_weights",
+    "unload_model",
+    "refused",
+)
 
 
 class Submission(Event, frozen=True):
@@ -149,6 +217,19 @@ class OptimStepDone(Event, frozen=True, tag_field="type", tag="optim_step_done")
     metrics: dict[str, float]
 
 
+class WeightsSaved(Event, frozen=True, tag_field="type", tag="weights_saved"):
+    path: str | None = None
+    """`tinker://<model_id>/<weights|sampler_weights|external_weights>/<name>`; None for weights without a name."""
+    sampling_session_id: str | None = None
+    """The session that samples from them, where they have no name."""
+    size_bytes: int | None = None
+
+
+class WeightsLoaded(Event, frozen=True, tag_field="type", tag="weights_loaded"):
+    path: str
+    model_id: str
+
+
 class ModelUnloaded(Event, frozen=True, tag_field="type", tag="model_unloaded"):
     model_id: str
 
@@ -160,7 +241,15 @@ class Failed(Event, frozen=True, tag_field="type", tag="failed"):
     """The offending field of the request, as a path: `data[3].loss_fn_inputs.advantages`."""
 
 
-Outcome: TypeAlias = ModelCreated | ForwardBackwardDone | OptimStepDone | ModelUnloaded | Failed
+Outcome: TypeAlias = (
+    ModelCreated
+    | ForwardBackwardDone
+    | OptimStepDone
+    | WeightsSaved
+    | WeightsLoaded
+    | ModelUnloaded
+    | Failed
+)
 
 
 class Result(Event, frozen=True):

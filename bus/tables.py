@@ -53,6 +53,52 @@ class ModelRow(msgspec.Struct, frozen=True, kw_only=True):
     """Operations with lower numbers may be gone from the log; the ledger has them."""
 
 
+CheckpointKind: TypeAlias = Literal["weights", "sampler_weights", "external_weights"]
+"""As the second part of a `tinker://` path says it."""
+
+
+class CheckpointRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A checkpoint that is whole; by (model_id, kind, name). Nothing that has no row here is listed or loaded."""
+
+    tenant: str
+    seq_id: int
+    """Of the operation that saved it."""
+    url: str
+    """Of its folder, which no other checkpoint ever had: an fsspec URL."""
+    base_model: str
+    created_at: float
+    """Seconds since 1970."""
+    size_bytes: int
+    lora: LoraConfig | None = None
+    """None for a model that trained every parameter."""
+    optimizer: bool = False
+    """Whether it holds the optimizer's state."""
+    expires_at: float | None = None
+    """Seconds since 1970; from then on it counts as deleted. None keeps it."""
+    public: bool = False
+    """Whether every tenant may load it."""
+    user_metadata: dict[str, str] = {}
+
+
+class SamplerRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A sampling session; by its id."""
+
+    tenant: str
+    base_model: str
+    created_at: float
+    """Seconds since 1970."""
+    session_id: str | None = None
+    model_path: str | None = None
+    """`tinker://…` of the weights; None for the base model's, and for weights without a name."""
+    url: str | None = None
+    """Of their folder, a PEFT adapter or a whole model: an fsspec URL. None for the base model's."""
+    lora: LoraConfig | None = None
+    generation: int = 0
+    """Grows when the weights of an inflight sampler change."""
+    clones: int = 0
+    """Clients that have joined beside the one that made it."""
+
+
 class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
     """What a group's dispatcher says of itself; by group name."""
 
@@ -217,11 +263,15 @@ class Tables:
         models: Table[ModelRow],
         groups: Table[GroupRow],
         backlogs: Table[BacklogRow],
+        checkpoints: Table[CheckpointRow],
+        samplers: Table[SamplerRow],
     ) -> None:
         self.sessions = sessions
         self.models = models
         self.groups = groups
         self.backlogs = backlogs
+        self.checkpoints = checkpoints
+        self.samplers = samplers
 
     @classmethod
     async def open(cls, bus: Bus, *, replicas: int = 1) -> Tables:
@@ -230,4 +280,6 @@ class Tables:
             models=await open_table(bus, MODELS, ModelRow, replicas=replicas),
             groups=await open_table(bus, "tinker_groups", GroupRow, replicas=replicas),
             backlogs=await open_table(bus, "tinker_backlogs", BacklogRow, replicas=replicas),
+            checkpoints=await open_table(bus, "tinker_checkpoints", CheckpointRow, replicas=replicas),
+            samplers=await open_table(bus, "tinker_samplers", SamplerRow, replicas=replicas),
         )

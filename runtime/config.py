@@ -202,6 +202,29 @@ class Recovery(Section, frozen=True):
     """Go on from snapshots that another torch, processor, packing or model made: the bits will differ from then on."""
 
 
+class Checkpoints(Section, frozen=True):
+    """Where saved weights go."""
+
+    url: str = ""
+    """An fsspec URL, as `s3://bucket/folder`, that every process of the service reaches; empty for `checkpoints` in the
+    data folder."""
+
+
+class Sampler(Section, frozen=True):
+    """Sampling, in processes of its own beside the training ranks."""
+
+    replicas: CountOrZero = 1
+    """Sampler processes; 0 for a service that only trains."""
+    threads: Count = 1
+    """CPU threads of each."""
+    max_running: Count = 64
+    """Sequences that are generated at a time, in one batch."""
+    max_waiting: Count = 4096
+    """Requests that wait for their turn; one more gets 429."""
+    max_samplers: Count = 16
+    """Samplers whose weights are in memory; the one used longest ago makes room."""
+
+
 class Results(Section, frozen=True):
     """How long answers stay readable; after that a poll for them gets 410."""
 
@@ -254,6 +277,8 @@ class Settings(Section, frozen=True):
     limits: Limits = Limits()
     recovery: Recovery = Recovery()
     results: Results = Results()
+    checkpoints: Checkpoints = Checkpoints()
+    sampler: Sampler = Sampler()
     tenants: dict[str, Tenant] = {}
     """By name. Empty for one tenant called "default"."""
     debug: Debug = Debug()
