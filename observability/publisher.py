@@ -15,6 +15,9 @@ from observability.snapshot import encode
 
 log = logging.getLogger(__name__)
 
+WHOLE_EVERY = 5
+"""Of so many snapshots one holds all series; those between, what has changed since."""
+
 
 class MetricsPublisher:
     """Publishes until `stop`, which sends the last state. While the broker is away it skips: totals lose nothing."""
@@ -26,6 +29,7 @@ class MetricsPublisher:
         self._subject = subjects.metrics(recorder.process)
         self._task: asyncio.Task[None] | None = None
         self._complained = False
+        self._published = 0
 
     async def start(self) -> None:
         if self._task is None:
@@ -43,9 +47,11 @@ class MetricsPublisher:
 
     async def publish(self) -> None:
         """Send one snapshot now."""
-        body = encode(self._recorder.snapshot())
         if not self._bus.connected:
             return
+        whole = self._published % WHOLE_EVERY == 0
+        self._published += 1
+        body = encode(self._recorder.snapshot() if whole else self._recorder.changes())
         try:
             self._bus.check_size(body, "a snapshot of metrics")
             await self._bus.nc.publish(self._subject, body)

@@ -39,6 +39,13 @@ class Recorder:
         self._snapshots = itertools.count(1)
         self._removals: deque[tuple[float, Removal]] = deque()
         self._removal_numbers = itertools.count(1)
+        self._touched: set[str] = set()
+        """Metrics that may have changed since they were last collected."""
+        self._collected: dict[str, tuple[Sample, ...]] = {}
+        self._whole = 0
+        """Number of the newest snapshot of all series."""
+        self._before: dict[str, tuple[Sample, ...]] = {}
+        """What that one said of metrics that may have changed since."""
         self.begin()
 
     def inc(self, name: str, n: float = 1, **labels: str) -> None:
@@ -80,6 +87,7 @@ class Recorder:
             ]
             for values in itertools.product(*choices):
                 self._families[metric.name].labels(*values)
+            self._touched.add(metric.name)
 
     def remove(self, **labels: str) -> None:
         """Forget every series with these labels, here and in the exporter: `remove(model=model_id)`."""
@@ -90,6 +98,7 @@ class Recorder:
             for values in self._label_values(metric):
                 if labels.items() <= dict(zip(metric.labels, values, strict=True)).items():
                     self._families[metric.name].remove(*values)
+                    self._touched.add(metric.name)
         with self._lock:
             self._removals.append((time.monotonic(), Removal(next(self._removal_numbers), labels)))
 
@@ -99,19 +108,49 @@ class Recorder:
 
     def snapshot(self) -> Snapshot:
         """The state of all series."""
+        self._read_gauges()
+        with self._lock:
+            self._collect()
+            snapshot = self._told(itertools.chain.from_iterable(self._collected.values()))
+            self._whole, self._before = snapshot.number, {}
+            return snapshot
+
+    def changes(self) -> Snapshot:
+        """What has changed since the newest `snapshot`, of which there must be one."""
+        self._read_gauges()
+        with self._lock:
+            self._collect()
+            return self._told(self._changed(), self._whole)
+
+    def _read_gauges(self) -> None:
         for callback in self._callbacks:
             callback()
-        with self._lock:
-            oldest = time.monotonic() - _REMOVALS_KEPT_S
-            while self._removals and self._removals[0][0] < oldest:
-                self._removals.popleft()
-            return Snapshot(
-                process=self.process,
-                incarnation=self.incarnation,
-                number=next(self._snapshots),
-                samples=tuple(self._samples()),
-                removals=tuple(removal for _, removal in self._removals),
-            )
+
+    def _collect(self) -> None:
+        touched, self._touched = self._touched, set()
+        for name in touched:
+            self._before.setdefault(name, self._collected.get(name, ()))
+            self._collected[name] = tuple(self._samples(name))
+
+    def _changed(self) -> Iterator[Sample]:
+        for name, before in self._before.items():
+            told = {_identity(sample): sample.value for sample in before}
+            for sample in self._collected[name]:
+                if told.get(_identity(sample)) != sample.value:
+                    yield sample
+
+    def _told(self, samples: Iterable[Sample], since: int | None = None) -> Snapshot:
+        oldest = time.monotonic() - _REMOVALS_KEPT_S
+        while self._removals and self._removals[0][0] < oldest:
+            self._removals.popleft()
+        return Snapshot(
+            process=self.process,
+            incarnation=self.incarnation,
+            number=next(self._snapshots),
+            samples=tuple(samples),
+            since=since,
+            removals=tuple(removal for _, removal in self._removals),
+        )
 
     def _series(self, name: str, labels: dict[str, str]) -> tuple[MetricWrapperBase, tuple[str, ...]]:
         metric = RECORDED.get(name)
@@ -125,6 +164,7 @@ class Recorder:
         if missing:
             raise NotInCatalogue(f"{name} needs the label {', '.join(missing)}")
         _check_labels(labels)
+        self._touched.add(name)
         return self._families[name], tuple(given[label] for label in metric.labels)
 
     def _label_values(self, metric: Metric) -> Iterable[tuple[str, ...]]:
@@ -135,13 +175,17 @@ class Recorder:
             for sample in exposed.samples
         )
 
-    def _samples(self) -> Iterator[Sample]:
-        for name, family in self._families.items():
-            exposed_names = RECORDED[name].sample_names  # leaves out `_created`, which nothing here reads
-            for exposed in family.collect():
-                for sample in exposed.samples:
-                    if sample.name in exposed_names:
-                        yield Sample(sample.name, dict(sample.labels), float(sample.value))
+    def _samples(self, name: str) -> Iterator[Sample]:
+        exposed_names = RECORDED[name].sample_names  # leaves out `_created`, which nothing here reads
+        for exposed in self._families[name].collect():
+            for sample in exposed.samples:
+                if sample.name in exposed_names:
+                    yield Sample(sample.name, dict(sample.labels), float(sample.value))
+
+
+def _identity(sample: Sample) -> tuple[str, ...]:
+    """Of the samples of one metric, whose labels all have one order."""
+    return (sample.name, *sample.labels.values())
 
 
 def _family(metric: Metric) -> MetricWrapperBase:

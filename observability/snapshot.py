@@ -1,4 +1,4 @@
-"""What a process says about itself: the state of all its series, whole, every time.
+"""What a process says about itself: the state of all its series, or what has changed since it last said them all.
 
 A snapshot that gets lost loses nothing, the next one holds the same totals and more.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-FORMAT = 1
+FORMAT = 2
 """Readers accept this one and all older ones, and refuse newer ones."""
 
 
@@ -40,6 +40,8 @@ class Snapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     number: int
     """1, 2, 3 … within one incarnation."""
     samples: tuple[Sample, ...]
+    since: int | None = None
+    """None: `samples` are all series. Else those alone that have changed since snapshot `since`, which held all."""
     removals: tuple[Removal, ...] = ()
     """Those of the last minute, so that a lost message loses none."""
     format: int = FORMAT

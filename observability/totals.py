@@ -27,6 +27,8 @@ class _Incarnation:
     process: str
     number: int
     seen_at: float
+    whole: int = 0
+    """The newest snapshot of all its series that came."""
     removals: int = 0
     """The last removal applied."""
     counters: dict[Key, float] = field(default_factory=dict)
@@ -46,6 +48,10 @@ class Totals:
         known = self._incarnations.get(snapshot.incarnation)
         if known is not None and snapshot.number <= known.number:
             return
+        if snapshot.since is not None and (known is None or known.whole != snapshot.since):
+            if known is not None:
+                known.number, known.seen_at = snapshot.number, now
+            return  # changes of what was never heard; all of it will be said again soon
         counters, gauges = _split(snapshot)
         if known is None:
             known = _Incarnation(snapshot.process, snapshot.number, now)
@@ -58,11 +64,16 @@ class Totals:
             if removal.number > known.removals:
                 known.removals = removal.number
                 self._remove(removal.labels)
+                known.counters = _without(known.counters, removal.labels)
         for key, value in counters.items():
             before = known.counters.get(key, 0.0)
             grown = value - before if value >= before else value  # removed and begun anew in between
             self._counters[key] = self._counters.get(key, 0.0) + grown
-        known.counters, known.gauges = counters, gauges
+        if snapshot.since is None:
+            known.whole, known.counters, known.gauges = snapshot.number, counters, gauges
+        else:
+            known.counters |= counters
+            known.gauges |= gauges
 
     def samples(self, now: float) -> Iterator[Sample]:
         """Everything there is, a gauge from the process that spoke last."""
@@ -81,12 +92,9 @@ class Totals:
         return [known for known in self._incarnations.values() if now - known.seen_at <= SILENT_AFTER_S]
 
     def _remove(self, labels: dict[str, str]) -> None:
-        def gone(key: Key) -> bool:
-            return labels.items() <= dict(key[1]).items()
-
-        self._counters = {key: value for key, value in self._counters.items() if not gone(key)}
+        self._counters = _without(self._counters, labels)
         for known in self._incarnations.values():
-            known.gauges = {key: value for key, value in known.gauges.items() if not gone(key)}
+            known.gauges = _without(known.gauges, labels)
 
     def _forget(self, now: float) -> None:
         """Keep the totals of the long silent, and of them no more than their names."""
@@ -96,6 +104,10 @@ class Totals:
                 self._forgotten[name] = None
         while len(self._forgotten) > _FORGOTTEN_KEPT:
             self._forgotten.popitem(last=False)
+
+
+def _without(values: dict[Key, float], labels: dict[str, str]) -> dict[Key, float]:
+    return {key: value for key, value in values.items() if not labels.items() <= dict(key[1]).items()}
 
 
 def _split(snapshot: Snapshot) -> tuple[dict[Key, float], dict[Key, float]]:

@@ -6,6 +6,7 @@ Everything that can be refused is refused here, for that operation alone, before
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -75,6 +76,10 @@ class HandOver:
     def lose(self, model_id: str, because: str) -> None:
         """The model's state is lost; its operations fail with `because`."""
         self._lost_models[model_id] = because
+
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        """Turns of one model that begin in this context go to the ranks as one pass, where they can."""
+        return self._passes.together()
 
     def flush(self) -> None:
         """Hand to the ranks whatever had its turn."""

@@ -52,6 +52,14 @@ class Lanes:
             del self._ready[tenant]
         return model_id
 
+    def drop(self, tenant: str, model_id: str) -> None:
+        """This model has nothing to do any more."""
+        lane = self._ready.get(tenant)
+        if lane is not None and model_id in lane.ready:
+            del lane.ready[model_id]
+            if not lane.ready:
+                del self._ready[tenant]
+
     def _forget_the_idle(self) -> None:
         """Who has nothing to do and would come back with what everybody begins with need not be kept."""
         idle = [name for name, lane in self._tenants.items() if not lane.ready and lane.used <= self._now]

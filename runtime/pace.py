@@ -7,13 +7,20 @@ most; of short ones, several are on their way.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+from bus.log import LogEntry
 from runtime.job import Job
 
 AHEAD_S = 0.05
 """The next operation goes to the ranks when those before it are expected to take no longer than this."""
+TOGETHER_S = 0.25
+"""Small requests of one model go as one pass while it is expected to take no longer than this."""
 _RECENT = 0.3
 """Weight of the newest measurement."""
+_SAME_PASS_S = 0.001
+"""Answers that come as close behind each other are of one pass."""
 
 
 class Pace:
@@ -30,6 +37,8 @@ class Pace:
         """When the newest answer came."""
         self._cost: dict[tuple[str, str], float] = {}
         """Seconds per unit of size, by model and verb."""
+        self._pass: _Measured | None = None
+        """The newest."""
 
     def handed_over(self, job: Job, now: float) -> float:
         """The ranks will work on it; for how long, as far as that is known, else 0."""
@@ -42,9 +51,23 @@ class Pace:
         _, handed_over = self._at_ranks.pop(job.entry.request_id)
         took = now - max(handed_over, self._answered)
         self._answered = now
-        key, cost = _kind(job), took / _size(job)
-        self._cost[key] = (1 - _RECENT) * self._cost.get(key, cost) + _RECENT * cost
+        self._measure(_kind(job), _size(job), took)
         return took
+
+    def _measure(self, kind: tuple[str, str], size: int, took: float) -> None:
+        last = self._pass
+        if last is None or last.kind != kind or took >= _SAME_PASS_S:
+            last = self._pass = _Measured(kind, self._cost.get(kind))
+        last.size += size
+        last.seconds += took
+        cost = last.seconds / last.size
+        before = cost if last.before is None else last.before
+        self._cost[kind] = (1 - _RECENT) * before + _RECENT * cost
+
+    def goes_along(self, first: Job, others: Sequence[LogEntry], entry: LogEntry) -> bool:
+        """Whether a pass of `first` and `others`, of one model and verb, may carry this request of theirs too."""
+        sizes = [_size(first), *(other.size for other in others), entry.size]
+        return self._cost.get(_kind(first), math.inf) * sum(sizes) <= TOGETHER_S
 
     def forget(self, model_id: str) -> None:
         """The model has ended."""
@@ -64,6 +87,17 @@ class Pace:
     def _expected(self, job: Job) -> float:
         """Infinity for what was never measured."""
         return self._cost.get(_kind(job), math.inf) * _size(job)
+
+
+@dataclass(slots=True)
+class _Measured:
+    """One pass, request by request as its answers come."""
+
+    kind: tuple[str, str]
+    before: float | None
+    """What its kind cost by the passes before."""
+    size: int = 0
+    seconds: float = 0.0
 
 
 def _kind(job: Job) -> tuple[str, str]:

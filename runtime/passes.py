@@ -8,6 +8,8 @@ so each has the bits it has alone, and pipeline stages fill and drain once.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from actors.contract import PassFailed
@@ -15,7 +17,7 @@ from actors.group import MegatronGroup, RequestOutput
 from actors.packing import PackedRequest
 
 AT_THE_RANKS = 2
-MOST_TOGETHER = 4
+MOST_TOGETHER = 8
 """Requests in one pass: all of them are answered at its end."""
 
 
@@ -35,6 +37,18 @@ class Passes:
         self._group = group
         self._running: set[asyncio.Future[object]] = set()
         self._waiting: _Waiting | None = None
+        self._held = False
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Requests of one model and one kind that come in this context go as one pass, even to idle ranks."""
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+            if len(self._running) < AT_THE_RANKS:
+                self.flush()
 
     def forward_backward(
         self, model_id: str, request: PackedRequest, label: int
@@ -48,7 +62,8 @@ class Passes:
         waiting.requests.append(request)
         waiting.labels.append(label)
         waiting.answers.append(answer)
-        if len(self._running) < AT_THE_RANKS or len(waiting.requests) == MOST_TOGETHER:
+        may_go = len(self._running) < AT_THE_RANKS and not self._held
+        if may_go or len(waiting.requests) == MOST_TOGETHER:
             self.flush()
         return answer
 
@@ -73,7 +88,7 @@ class Passes:
 
     def _done(self, operation: asyncio.Future[object]) -> None:
         self._running.discard(operation)
-        if len(self._running) < AT_THE_RANKS:
+        if len(self._running) < AT_THE_RANKS and not self._held:
             self.flush()
 
 

@@ -25,6 +25,7 @@ from runtime import outcomes, snapshots
 from runtime.hand_over import HandOver
 from runtime.job import Job
 from runtime.pace import Pace
+from runtime.passes import MOST_TOGETHER
 from runtime.recovery import Recovery
 from runtime.sequencer import GAP, Sequencer, Turn
 from runtime.services import Services, patiently
@@ -35,9 +36,10 @@ from runtime.unfinished import Unfinished, report
 
 log = logging.getLogger(__name__)
 
-DEPTH = 8
+DEPTH = 16
 """Operations between their turn and their result at a time. Two keep the ranks busy; of more, requests may go in one
 pass, and slow publishing is absorbed."""
+PASSES = ("forward", "forward_backward")
 
 
 class Pipeline:
@@ -165,10 +167,28 @@ class Pipeline:
                 continue
             await self._slots.acquire()
             await self._lease.confirm()
-            job = await self._begin(turn)
-            self._running[job.entry.request_id] = job
-            tasks.create_task(self._complete(job))
+            with self._hand_over.together():
+                first, others = await self._start(turn, tasks), list[LogEntry]()
+                while (entry := self._goes_along(first, others)) is not None:
+                    await self._slots.acquire()
+                    await self._start(self._sequencer.follow(entry.model_id), tasks)
+                    others.append(entry)
             self._snapshot_when_due(tasks)
+
+    async def _start(self, turn: Turn, tasks: asyncio.TaskGroup) -> Job:
+        job = await self._begin(turn)
+        self._running[job.entry.request_id] = job
+        tasks.create_task(self._complete(job))
+        return job
+
+    def _goes_along(self, first: Job, others: list[LogEntry]) -> LogEntry | None:
+        """The model's next request, where it goes in one pass with those that have just had their turn."""
+        if first.ranks is None or first.verb not in PASSES or self._slots.locked():
+            return None
+        entry = self._sequencer.ahead(first.entry.model_id)
+        if entry is None or entry.verb != "forward_backward" or 1 + len(others) == MOST_TOGETHER:
+            return None
+        return entry if self._pace.goes_along(first, others, entry) else None
 
     def _snapshot_when_due(self, tasks: asyncio.TaskGroup) -> None:
         """Between two turns: what the ranks have been given is then what the sequencer has given out."""

@@ -95,6 +95,19 @@ class Sequencer:
             self._fair.add(lane.tenant, model_id)
         return turn
 
+    def ahead(self, model_id: str) -> LogEntry | None:
+        """The entry that would have the model's next turn; None where it waits for a number, or for none."""
+        lane = self._lanes.get(model_id)
+        return None if lane is None else lane.waiting.get(lane.next_seq)
+
+    def follow(self, model_id: str) -> Turn:
+        """The model's next turn out of its rotation, right behind one that it had. For a model that is not held."""
+        lane = self._lanes[model_id]
+        turn = self._take(lane)
+        if not lane.runnable():
+            self._fair.drop(lane.tenant, model_id)
+        return turn
+
     def charge(self, tenant: str, seconds: float) -> None:
         """Rank time that this tenant's operations take: who used less comes first from now on."""
         self._fair.charge(tenant, seconds)

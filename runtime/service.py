@@ -122,6 +122,8 @@ def _ray(data: Path) -> Iterator[bool]:
     os.environ.setdefault("RAY_worker_niceness", "0")
     # Ray would note every actor call, which is several a request, and keep the last 100,000 in memory.
     os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
+    # Its reporter looks at every process for a dashboard that nobody has open.
+    os.environ.setdefault("REPORTER_UPDATE_INTERVAL_MS", "60000")
     # Its proxy listens before it knows our routes.
     os.environ.setdefault("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", "runtime.serve_proxy.middlewares")
     import ray

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from observability import NotInCatalogue, Recorder
-from observability.snapshot import Snapshot, UnreadableSnapshot, decode, encode
+from observability.snapshot import FORMAT, Snapshot, UnreadableSnapshot, decode, encode
 
 
 def read(recorder: Recorder, name: str, **labels: str) -> float | None:
@@ -114,9 +114,36 @@ def test_threads_lose_no_count(recorder) -> None:
 def test_a_snapshot_survives_the_wire_and_a_newer_format_is_refused_by_number(recorder) -> None:
     snapshot = recorder.snapshot()
     assert decode(encode(snapshot)) == snapshot
-    newer = Snapshot(process="p", incarnation="i", number=1, samples=(), format=2)
-    with pytest.raises(UnreadableSnapshot, match="format 2 is newer than 1"):
+    newer = Snapshot(process="p", incarnation="i", number=1, samples=(), format=FORMAT + 1)
+    with pytest.raises(UnreadableSnapshot, match=f"format {FORMAT + 1} is newer than {FORMAT}"):
         decode(encode(newer))
     for junk in (b"", b"junk", b"\x80", b"\xc1"):
         with pytest.raises(UnreadableSnapshot):
             decode(junk)
+
+
+def test_changes_are_what_has_happened_since_the_state_was_told_whole(recorder) -> None:
+    recorder.begin(model="m")
+    whole = recorder.snapshot()
+    assert whole.since is None
+    assert recorder.changes().samples == ()
+    recorder.inc("tinkerbus_steps_total", model="m")
+    recorder.set("tinkerbus_gradient_norm", 2.0, model="m")
+    for _ in range(2):  # the second one would make up for a first one that was lost
+        changes = recorder.changes()
+        assert changes.since == whole.number
+        assert {(s.name, s.value) for s in changes.samples} == {
+            ("tinkerbus_steps_total", 1.0),
+            ("tinkerbus_gradient_norm", 2.0),
+        }
+    again = recorder.snapshot()
+    assert len(again.samples) == len(whole.samples) + 1
+    assert recorder.changes().samples == ()
+
+
+def test_changes_of_a_histogram_are_the_buckets_that_grew(recorder) -> None:
+    recorder.snapshot()
+    recorder.observe("tinkerbus_operation_duration_seconds", 1e9, verb="forward", stage="total")
+    changed = recorder.changes().samples
+    assert {s.labels.get("le") for s in changed} == {"+Inf", None}
+    assert {s.name.rpartition("_")[2] for s in changed} == {"bucket", "count", "sum"}

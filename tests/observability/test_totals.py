@@ -5,6 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from observability.publisher import WHOLE_EVERY
+from observability.recorder import Recorder
 from observability.snapshot import Removal, Sample, Snapshot
 from observability.totals import FORGET_AFTER_S, Totals
 
@@ -137,3 +139,67 @@ def test_the_total_never_goes_back_and_ends_at_what_was_last_heard(lives: list[l
                 before = now
         heard += last_heard
     assert before == heard
+
+
+def told(totals: Totals) -> dict[tuple[str, ...], float]:
+    return {(s.name, *sorted(s.labels.values())): s.value for s in totals.samples(0)}
+
+
+DEEDS = st.lists(
+    st.tuples(st.sampled_from(["inc", "set", "observe", "begin", "remove"]), st.sampled_from("mn")),
+    max_size=4,
+)
+
+
+@given(turns=st.lists(st.tuples(DEEDS, st.booleans()), max_size=3 * WHOLE_EVERY))
+def test_told_whole_or_by_its_changes_and_whatever_is_lost_a_process_ends_with_the_same_series(
+    turns: list[tuple[list[tuple[str, str]], bool]],
+) -> None:
+    recorder, totals, before = Recorder("p", group="g"), Totals(), 0.0
+    for number, (deeds, lost) in enumerate(turns):
+        for deed, model in deeds:
+            match deed:
+                case "inc":
+                    recorder.inc(STEPS, model=model)
+                case "set":
+                    recorder.set(NORM, float(number), model=model)
+                case "observe":
+                    recorder.observe(
+                        "tinkerbus_operation_duration_seconds", number, verb="forward", stage="total"
+                    )
+                case "begin":
+                    recorder.begin(model=model)
+                case "remove":
+                    recorder.remove(model=model)
+        said = recorder.snapshot() if number % WHOLE_EVERY == 0 else recorder.changes()
+        if not lost:
+            totals.add(said, 0)
+        now = sum(v for key, v in told(totals).items() if key[0].endswith("_seconds_count"))
+        assert now >= before
+        before = now
+    whole = recorder.snapshot()
+    totals.add(whole, 0)
+    expected = {(s.name, *sorted(s.labels.values())): s.value for s in whole.samples}
+    assert told(totals) == expected
+
+
+def test_changes_of_what_was_never_heard_say_that_the_process_lives_and_no_more() -> None:
+    totals = Totals()
+    change = Snapshot(process="p", incarnation="a", number=2, since=1, samples=(Sample(STEPS, M, 9.0),))
+    totals.add(change, 0)
+    assert (read(totals, STEPS), totals.processes(0)) == ([], 0)
+    totals.add(snapshot("a", 6, steps=10), 0)
+    totals.add(
+        Snapshot(process="p", incarnation="a", number=7, since=5, samples=(Sample(STEPS, M, 99.0),)), 9
+    )
+    assert (read(totals, STEPS, 9), totals.processes(15)) == ([10], 1)
+
+
+def test_a_model_that_is_removed_and_begins_anew_between_two_whole_states_counts_from_zero() -> None:
+    recorder, totals = Recorder("p", group="g"), Totals()
+    recorder.inc(STEPS, model="m")
+    totals.add(recorder.snapshot(), 0)
+    recorder.remove(model="m")
+    recorder.inc(STEPS, 2, model="m")
+    totals.add(recorder.changes(), 0)
+    assert read(totals, STEPS) == [2]

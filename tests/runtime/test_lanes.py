@@ -70,3 +70,15 @@ def test_a_model_added_twice_has_one_turn() -> None:
     lanes.add("a", "m")
     lanes.add("a", "m")
     assert (lanes.take(), lanes.take()) == ("m", None)
+
+
+def test_a_model_that_is_dropped_has_no_turn_and_its_neighbour_has() -> None:
+    lanes = Lanes()
+    lanes.add("a", "m")
+    lanes.add("a", "n")
+    lanes.drop("a", "m")
+    lanes.drop("b", "never there")
+    assert (lanes.take(), lanes.take()) == ("n", None)
+    lanes.add("a", "m")
+    lanes.drop("a", "m")
+    assert lanes.take() is None

@@ -6,7 +6,7 @@ import math
 
 from bus.log import entry
 from runtime.job import Job
-from runtime.pace import Pace
+from runtime.pace import TOGETHER_S, Pace
 
 AHEAD = 0.05
 
@@ -84,3 +84,32 @@ def test_what_is_handed_over_is_told_with_the_time_that_it_will_take() -> None:
     pace = Pace(AHEAD)
     assert pace.handed_over(job(100, 0), 0.0) == 0.0  # not known
     assert math.isclose(measured(0.5).handed_over(job(200, 1), 9.0), 1.0)
+
+
+def test_a_pass_of_several_is_measured_as_a_whole() -> None:
+    pace, alone = Pace(AHEAD), Pace(AHEAD)
+    several = [job(100, seq_id) for seq_id in range(4)]
+    for one in several:
+        pace.handed_over(one, 0.0)
+    assert sum(pace.answered(one, 0.4) for one in several) == 0.4  # all at the end of the pass
+    one = job(400, 0)
+    alone.handed_over(one, 0.0)
+    alone.answered(one, 0.4)
+    assert math.isclose(
+        pace.handed_over(job(100, 9), 1.0), alone.handed_over(job(100, 9), 1.0), rel_tol=1e-12
+    )
+
+
+def test_small_requests_go_along_until_their_pass_takes_long() -> None:
+    pace = measured(TOGETHER_S / 4)  # for 100 bytes
+    first = job(100, 2)
+    small = [job(100, seq_id).entry for seq_id in range(3, 7)]
+    assert pace.goes_along(first, [], small[0])
+    assert pace.goes_along(first, small[:2], small[2])
+    assert not pace.goes_along(first, small[:3], small[3])
+    assert not pace.goes_along(first, [], job(400, 3).entry)
+
+
+def test_nothing_goes_along_with_what_was_never_measured_or_takes_long_itself() -> None:
+    assert not Pace(AHEAD).goes_along(job(1, 0), [], job(1, 1).entry)
+    assert not measured(1.0).goes_along(job(100, 2), [], job(1, 3).entry)

@@ -76,6 +76,34 @@ async def test_the_first_two_go_at_once_and_what_comes_meanwhile_goes_together()
     assert [(await answer).metrics["number"] for answer in answers] == [0, 1, 2, 3]
 
 
+async def test_what_is_given_together_goes_as_one_pass_to_idle_ranks_too() -> None:
+    way, group = passes()
+    with way.together():
+        answers = [way.forward_backward("m", Request(n), n) for n in range(3)]
+        assert group.handed == []
+    assert group.handed == [("m", [0, 1, 2])]
+    way.forward_backward("m", Request(3), 3)
+    with way.together():
+        for n in (4, 5):
+            way.forward_backward("m", Request(n), n)
+        await group.end([output(0), output(1), output(2)])  # room for one, but the pass is not yet whole
+        way.forward_backward("m", Request(6), 6)
+    assert group.handed[1:] == [("m", [3]), ("m", [4, 5, 6])]
+    assert [(await answer).metrics["number"] for answer in answers] == [0, 1, 2]
+
+
+async def test_what_is_given_together_waits_like_all_else_while_two_are_at_the_ranks() -> None:
+    way, group = passes()
+    for n in range(2):
+        way.forward_backward("m", Request(n), n)
+    with way.together():
+        for n in (2, 3):
+            way.forward_backward("m", Request(n), n)
+    assert group.handed == [("m", [0]), ("m", [1])]
+    await group.end([output(0)])
+    assert group.handed[2:] == [("m", [2, 3])]
+
+
 async def test_a_pass_is_of_one_model_one_kind_and_so_many_at_most() -> None:
     way, group = passes()
     for n in range(2 + MOST_TOGETHER + 1):

@@ -174,3 +174,23 @@ def test_old_entries_are_done_with_while_new_ones_keep_coming() -> None:
     assert not sequencer.ready_up_to(3)
     assert sequencer.ready_up_to(4)
     assert sequencer.missing() == {"c": 0}
+
+
+def test_what_goes_along_with_a_turn_is_the_models_next_number_and_leaves_the_rotation_when_it_was_the_last() -> (
+    None
+):
+    sequencer = offered(
+        entry("m", 0, 1), entry("m", 1, 2), entry("m", 2, 3), entry("m", 4, 4), entry("n", 0, 5)
+    )
+    first = sequencer.next_turn()
+    assert first is not None
+    assert (first.entry.model_id, first.entry.seq_id) == ("m", 0)
+    for number in (1, 2):
+        ahead = sequencer.ahead("m")
+        assert ahead is not None
+        assert sequencer.follow("m").entry is ahead
+        assert ahead.seq_id == number
+    assert sequencer.ahead("m") is None  # number 3 is missing
+    assert drained(sequencer) == [("n", 0, None)]
+    sequencer.offer(entry("m", 3, 6))
+    assert drained(sequencer) == [("m", 3, None), ("m", 4, None)]

@@ -88,6 +88,15 @@ class SequencerMachine(RuleBasedStateMachine):
             one = turn.entry
             self.turns[one.model_id].append((one.seq_id, one.verb, turn.lost))
 
+    @rule(model=st.sampled_from(MODELS))
+    def a_request_goes_along_with_the_one_before(self, model: str) -> None:
+        """As the dispatcher does behind a turn of this model, for what can go in one pass with it."""
+        if not self.turns[model] or (ahead := self.sequencer.ahead(model)) is None or ahead.verb == GAP:
+            return
+        turn = self.sequencer.follow(model)
+        assert turn.entry is ahead
+        self.turns[model].append((ahead.seq_id, ahead.verb, turn.lost))
+
     def _drain(self) -> None:
         before = -1
         while before != (before := sum(map(len, self.turns.values()))):
