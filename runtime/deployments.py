@@ -217,6 +217,7 @@ async def ingress_app(wiring: Wiring) -> AsyncIterator[AsgiApp]:
     """The Tinker API over one connection of its own."""
     from runtime.ingress.app import build
     from runtime.ingress.deps import Deps
+    from runtime.ingress.heartbeats import Heartbeats
     from runtime.ingress.readiness import readiness
 
     async with await wiring.connect("ingress") as bus:
@@ -234,6 +235,7 @@ async def ingress_app(wiring: Wiring) -> AsyncIterator[AsgiApp]:
                         ledger=ledger,
                         admission=admission,
                         keys=wiring.keys,
+                        heartbeats=Heartbeats(tables.heartbeats, wiring.settings.sessions.expire_after_s),
                         ready=readiness(tables, wiring.group),
                         recorder=recorder,
                     )

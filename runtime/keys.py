@@ -19,6 +19,7 @@ import msgspec
 from runtime.config import DEFAULT_TENANT, KEY_PREFIX, Settings, Tenant
 
 FILE_NAME = "keys.json"
+SECRET_NAME = "download.key"
 
 
 class KeyFileError(ValueError):
@@ -35,10 +36,12 @@ class _Made(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
 class Keys:
     """The keys of all tenants. Never printed."""
 
-    def __init__(self, tenants: dict[str, Tenant]) -> None:
+    def __init__(self, tenants: dict[str, Tenant], secret: bytes | None = None) -> None:
         self._tenants = {_digest(key): name for name, row in tenants.items() for key in row.api_keys}
         self._first = {name: row.api_keys[0] for name, row in tenants.items()}
         self._passwords = {name: row.nats_password or "" for name, row in tenants.items()}
+        self.secret = secret or secrets.token_bytes(32)
+        """What download URLs are signed with; the same at every ingress."""
 
     def tenant_of(self, api_key: str) -> str | None:
         """The tenant a key belongs to, or None. Digests are compared: the time taken tells nothing."""
@@ -81,17 +84,32 @@ def load(settings: Settings) -> Keys:
         )
     if msgspec.json.encode(made) != before:
         _write(file, made)
-    return Keys(tenants)
+    return Keys(tenants, _secret(file.with_name(SECRET_NAME)))
+
+
+def _secret(file: Path) -> bytes:
+    """Made once: a URL that was signed before a restart is good after it."""
+    with contextlib.suppress(FileNotFoundError):
+        return bytes.fromhex(_private(file).decode("ascii", "replace").strip())
+    secret = secrets.token_bytes(32)
+    _replace(file, secret.hex().encode() + b"\n")
+    return secret
+
+
+def _private(file: Path) -> bytes:
+    """What is in a file that its owner alone may read. Raises FileNotFoundError, KeyFileError."""
+    body = file.read_bytes()
+    mode = stat.S_IMODE(file.stat().st_mode)
+    if mode & 0o077:
+        raise KeyFileError(f"key file {file} has mode {mode:04o}: others may read it; chmod it to 0600")
+    return body
 
 
 def _read(file: Path) -> dict[str, _Made]:
     try:
-        body = file.read_bytes()
+        body = _private(file)
     except FileNotFoundError:
         return {}
-    mode = stat.S_IMODE(file.stat().st_mode)
-    if mode & 0o077:
-        raise KeyFileError(f"key file {file} has mode {mode:04o}: others may read it; chmod it to 0600")
     try:
         return msgspec.json.decode(body, type=dict[str, _Made])
     except msgspec.MsgspecError as error:
@@ -99,12 +117,16 @@ def _read(file: Path) -> dict[str, _Made]:
 
 
 def _write(file: Path, made: dict[str, _Made]) -> None:
+    _replace(file, msgspec.json.format(msgspec.json.encode(made), indent=2) + b"\n")
+
+
+def _replace(file: Path, body: bytes) -> None:
     """Replace the file as a whole: a reader sees the old one or the new one."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{FILE_NAME}.", dir=file.parent)  # mode 0600
+    handle, name = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)  # mode 0600
     try:
         with os.fdopen(handle, "wb") as out:
-            out.write(msgspec.json.format(msgspec.json.encode(made), indent=2) + b"\n")
+            out.write(body)
             out.flush()
             os.fsync(out.fileno())
         Path(name).replace(file)

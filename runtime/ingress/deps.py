@@ -21,6 +21,7 @@ from bus.tables import ModelRow, SessionRow, Tables
 from observability.recorder import Recorder
 from runtime.admission import Admission
 from runtime.config import Settings
+from runtime.ingress.heartbeats import Heartbeats
 from runtime.keys import Keys
 
 LARGE_AT_ONCE = 2
@@ -39,6 +40,7 @@ class Deps:
     ledger: Ledger
     admission: Admission
     keys: Keys
+    heartbeats: Heartbeats
     ready: Callable[[], Awaitable[str | None]]
     """None when requests can be served, else what is missing."""
     recorder: Recorder | None = None
