@@ -189,8 +189,13 @@ class Table(Generic[T]):
             if new == row or await self.update(key, new, revision) is not None:
                 return
 
-    async def delete(self, key: Key) -> None:
-        await self._store(self._subject(key), b"", {_OPERATION: "DEL"}, None)
+    async def delete(self, key: Key, revision: int | None = None) -> bool:
+        """False when the row is no longer at `revision`; None drops whatever is there."""
+        try:
+            await self._store(self._subject(key), b"", {_OPERATION: "DEL"}, revision)
+        except SubjectTaken as taken:
+            return taken.asked_before and await self.get(key) is None
+        return True
 
     async def last_time(self, prefix: Key) -> float | None:
         """When a row whose key begins with the ids in `prefix` was last written, in whole seconds since 1970."""

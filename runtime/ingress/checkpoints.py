@@ -92,9 +92,12 @@ async def set_ttl(
 async def delete(run_id: str, checkpoint_id: str, tenant: Caller, deps: Injected) -> Response:
     """404 where there is none (any more)."""
     path = path_of(run_id, checkpoint_id)
-    row = await owned(deps, tenant, path)
-    await deps.tables.checkpoints.delete(path)
-    await asyncio.to_thread(checkpoint_folder.remove, row.url)
+    await owned(deps, tenant, path)
+    while (found := await deps.tables.checkpoints.get(path)) is not None:
+        row, revision = found
+        if await deps.tables.checkpoints.delete(path, revision):
+            await asyncio.to_thread(checkpoint_folder.remove, row.url)
+            break
     return answer({"status": "deleted"})
 
 

@@ -74,7 +74,7 @@ async def test_a_model_out_of_a_checkpoint_fails_under_the_id_that_the_sdk_works
 
 
 @pytest.mark.parametrize(
-    "endpoint", ["asample", "create_sampling_session", "weights_info", "retrieve_futures"]
+    "endpoint", ["asample", "create_sampling_session", "join_sampling_session", "retrieve_futures"]
 )
 async def test_an_endpoint_of_later_without_a_number_is_refused_at_once(alice: Wire, endpoint: str) -> None:
     answer = await alice.post(endpoint, {})
