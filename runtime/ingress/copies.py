@@ -19,9 +19,8 @@ from runtime import checkpoint_folder, tinker_path
 from runtime.ingress.answers import answer, later
 from runtime.ingress.body import convert, number_field, read_json, text_field
 from runtime.ingress.checkpoints import expiry
-from runtime.ingress.deps import Caller, Deps, Injected, owned_session
+from runtime.ingress.deps import Caller, Deps, Injected, own_project, owned_session
 from runtime.ingress.requests import CopyWeightsRequest
-from runtime.ingress.runs import own_project
 from runtime.ingress.stored import readable
 from runtime.tinker_path import TinkerPath
 

@@ -16,7 +16,7 @@ from runtime.ingress.models import begin_model
 
 router = APIRouter(prefix="/api/v1")
 
-NUMBERED = ("forward", "save_weights", "save_weights_for_sampler", "save_weights_external")
+NUMBERED = ("save_weights", "save_weights_for_sampler", "save_weights_external")
 POSTS = (
     "asample",
     "auth/token",

@@ -29,7 +29,13 @@ class CreateSessionRequest(SdkRequest, frozen=True):
     sdk_version: str = ""
     display_name: str | None = None
     """For people to read."""
+    project_id: str | None = None
     type: Literal["create_session"] = "create_session"
+
+
+class HeartbeatRequest(SdkRequest, frozen=True):
+    session_id: str
+    type: Literal["session_heartbeat"] = "session_heartbeat"
 
 
 class CreateModelRequest(SdkRequest, frozen=True):

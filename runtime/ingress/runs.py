@@ -14,7 +14,7 @@ from fastapi import APIRouter, HTTPException, Response
 
 from bus.tables import ModelRow
 from runtime.ingress.answers import answer
-from runtime.ingress.deps import Caller, Deps, Injected
+from runtime.ingress.deps import Caller, Deps, Injected, own_project
 from runtime.ingress.stored import Limit, Offset, Stored, checkpoints, described, page, timestamp, visible
 
 router = APIRouter(prefix="/api/v1")
@@ -58,14 +58,6 @@ async def checkpoints_of_run(run_id: str, tenant: Caller, deps: Injected) -> Res
     """All of one's own run; of another's, those that are public."""
     _, stored = await _found(deps, tenant, run_id, "accessible")
     return answer({"checkpoints": [described(one) for one in stored if visible(tenant, one.row)]})
-
-
-def own_project(tenant: str, project_id: str | None, field: str) -> None:
-    """400 for a project that does not exist: a tenant has one, called as itself."""
-    if project_id is not None and project_id != tenant:
-        raise HTTPException(
-            400, f"{field} {project_id!r} is not known: a tenant has one project here, {tenant!r}"
-        )
 
 
 async def _found(deps: Deps, tenant: str, run_id: str, scope: Scope) -> tuple[ModelRow, Sequence[Stored]]:

@@ -11,9 +11,8 @@ from bus.errors import CodecError
 from bus.tables import SessionRow
 from runtime.ingress.answers import answer
 from runtime.ingress.body import convert, read_json
-from runtime.ingress.deps import Caller, Deps, Injected, owned_session
+from runtime.ingress.deps import Caller, Deps, Injected, own_project, owned_session
 from runtime.ingress.requests import SearchStatus, SessionSearchRequest
-from runtime.ingress.runs import own_project
 from runtime.ingress.stored import Limit, Offset, checkpoints, page, timestamp
 
 router = APIRouter(prefix="/api/v1")

@@ -14,8 +14,8 @@ from runtime import entries, session_end
 from runtime.ingress.accept import accept
 from runtime.ingress.answers import answer
 from runtime.ingress.body import convert, read_json, text_field
-from runtime.ingress.deps import Caller, Injected, owned_session
-from runtime.ingress.requests import CreateSessionRequest, FinishSessionRequest, as_text
+from runtime.ingress.deps import Caller, Injected, own_project, owned_session
+from runtime.ingress.requests import CreateSessionRequest, FinishSessionRequest, HeartbeatRequest, as_text
 
 router = APIRouter(prefix="/api/v1")
 
@@ -28,6 +28,7 @@ async def create_session(request: Request, tenant: Caller, deps: Injected) -> Re
         wanted = convert(fields, CreateSessionRequest)
     except CodecError as error:
         raise HTTPException(400, str(error)) from error
+    own_project(tenant, wanted.project_id, "project_id")
     session_id = f"s-{secrets.token_hex(12)}"
     row = SessionRow(
         tenant=tenant,
@@ -46,7 +47,11 @@ async def create_session(request: Request, tenant: Caller, deps: Injected) -> Re
 async def session_heartbeat(request: Request, tenant: Caller, deps: Injected) -> Response:
     """410 ends the client's heartbeats: the session is over."""
     _, fields = await read_json(request)
-    session_id = text_field(fields, "session_id")
+    text_field(fields, "session_id")
+    try:
+        session_id = convert(fields, HeartbeatRequest).session_id
+    except CodecError as error:
+        raise HTTPException(400, str(error)) from error
     row = await owned_session(deps, tenant, session_id)
     if row.status == "finished":
         raise HTTPException(410, f"session {session_id!r} is finished")

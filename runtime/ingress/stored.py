@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar, cast
 
 from fastapi import HTTPException, Query
 
@@ -38,9 +38,7 @@ async def checkpoints(deps: Deps, model_id: str | None = None) -> list[Stored]:
     now = time.time()
     rows = await deps.tables.checkpoints.all(None if model_id is None else (model_id,))
     found = [
-        Stored(TinkerPath(*key), row)  # type: ignore[arg-type] - a key is written from a path
-        for key, row in rows.items()
-        if not expired(row, now)
+        Stored(TinkerPath(*cast(TinkerPath, key)), row) for key, row in rows.items() if not expired(row, now)
     ]
     return sorted(found, key=lambda stored: (-stored.row.created_at, stored.path))
 
