@@ -64,6 +64,10 @@ class Ledger:
         found = await self._table.get(self._key(model_id, seq_id))
         return None if found is None else found[0]
 
+    async def last_time(self, model_id: str) -> float | None:
+        """When an operation of the model last got its result, in whole seconds since 1970; None for none."""
+        return await self._table.last_time((self.group, model_id))
+
     async def load(self) -> dict[tuple[str, int | None], LedgerRow]:
         """Every row of the group by (model_id, seq_id), in the order in which they were last written."""
         rows = {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 import nats.errors
@@ -81,6 +82,17 @@ async def last_of(
     """The newest message on one subject. Raises BrokerUnreachable when the broker does not answer in time."""
     msg = await bus.request(f"$JS.API.DIRECT.GET.{stream}.{subject}", b"", timeout_s=timeout_s)
     return _stored(msg, stream)
+
+
+async def last_time(bus: Bus, stream: str, subject_filter: str) -> float | None:
+    """When the newest message on these subjects was stored, in seconds since 1970; None where there is none."""
+    request = json.dumps({"last_by_subj": subject_filter}).encode()
+    msg = await bus.request(f"$JS.API.DIRECT.GET.{stream}", request, timeout_s=_ANSWER_S)
+    found = _stored(msg, stream)
+    if found is None:
+        return None
+    # Nanoseconds, which Python's own reader refuses.
+    return datetime.fromisoformat(found.headers["Nats-Time-Stamp"][:19] + "+00:00").timestamp()
 
 
 async def exists(bus: Bus, stream: str) -> bool:

@@ -36,6 +36,14 @@ class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
     user_metadata: dict[str, str] = {}
     display_name: str | None = None
     sdk_version: str | None = None
+    reason: Literal["success", "errored", "interrupted", "expired"] | None = None
+    """Why it is finished: what its client said, or that its heartbeats had stopped."""
+    detail: str | None = None
+    """What its client said beside the reason."""
+
+
+class HeartbeatRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A session's client is there; by session id. That the row was written counts, not what it says."""
 
 
 class ModelRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +59,8 @@ class ModelRow(msgspec.Struct, frozen=True, kw_only=True):
     status: Literal["creating", "live", "failed", "unloaded"] = "creating"
     trimmed_below: int = 0
     """Operations with lower numbers may be gone from the log; the ledger has them."""
+    copy: bool = False
+    """Whether it is only the run of a copied checkpoint, which takes no operations."""
 
 
 CheckpointKind: TypeAlias = Literal["weights", "sampler_weights", "external_weights"]
@@ -179,8 +189,17 @@ class Table(Generic[T]):
             if new == row or await self.update(key, new, revision) is not None:
                 return
 
-    async def delete(self, key: Key) -> None:
-        await self._store(self._subject(key), b"", {_OPERATION: "DEL"}, None)
+    async def delete(self, key: Key, revision: int | None = None) -> bool:
+        """False when the row is no longer at `revision`; None drops whatever is there."""
+        try:
+            await self._store(self._subject(key), b"", {_OPERATION: "DEL"}, revision)
+        except SubjectTaken as taken:
+            return taken.asked_before and await self.get(key) is None
+        return True
+
+    async def last_time(self, prefix: Key) -> float | None:
+        """When a row whose key begins with the ids in `prefix` was last written, in whole seconds since 1970."""
+        return await scan.last_time(self._bus, self._stream, f"{self._subject(prefix)}.>")
 
     async def purge(self, prefix: Key) -> None:
         """Drop every row whose key begins with the ids in `prefix`, without a trace."""
@@ -193,6 +212,16 @@ class Table(Generic[T]):
     async def all(self, prefix: Key | None = None) -> dict[Key, T]:
         """Every row, or those whose keys begin with the ids in `prefix`."""
         return {key: row async for key, row, _ in self._rows(prefix)}
+
+    async def since(self, position: int) -> tuple[dict[Key, T | None], int]:
+        """Every row written after `position`, None for one that was deleted, and the position to go on from."""
+        changed: dict[Key, T | None] = {}
+        while found := await scan.batch(self._bus, self._stream, f"{self._prefix}>", position + 1):
+            for message in found:
+                position = message.position
+                deleted = _OPERATION in message.headers
+                changed[self._key(message.subject)] = None if deleted else self._decoder.decode(message.data)
+        return changed, position
 
     async def _rows(self, prefix: Key | None) -> AsyncIterator[tuple[Key, T, int]]:
         pattern = f"{self._prefix}>" if prefix is None else f"{self._subject(prefix)}.>"
@@ -265,6 +294,7 @@ class Tables:
         backlogs: Table[BacklogRow],
         checkpoints: Table[CheckpointRow],
         samplers: Table[SamplerRow],
+        heartbeats: Table[HeartbeatRow],
     ) -> None:
         self.sessions = sessions
         self.models = models
@@ -272,6 +302,7 @@ class Tables:
         self.backlogs = backlogs
         self.checkpoints = checkpoints
         self.samplers = samplers
+        self.heartbeats = heartbeats
 
     @classmethod
     async def open(cls, bus: Bus, *, replicas: int = 1) -> Tables:
@@ -282,4 +313,5 @@ class Tables:
             backlogs=await open_table(bus, "tinker_backlogs", BacklogRow, replicas=replicas),
             checkpoints=await open_table(bus, "tinker_checkpoints", CheckpointRow, replicas=replicas),
             samplers=await open_table(bus, "tinker_samplers", SamplerRow, replicas=replicas),
+            heartbeats=await open_table(bus, "tinker_heartbeats", HeartbeatRow, replicas=replicas),
         )

@@ -30,6 +30,11 @@ class Admission:
         self._backlog = backlog
         self._ledger = ledger
 
+    async def waiting(self, model_id: str) -> int:
+        """Operations of a model that have no result yet. Raises BrokerUnreachable."""
+        await self._backlog.refresh(REFUSING_S)
+        return self._backlog.of(model_id).ops
+
     async def append(self, log: OpsLog, entry: LogEntry, *, trimmed_below: int = 0) -> Appended:
         """`OpsLog.append`, unless too much waits. Raises QueueFull, and what that raises."""
         await self._backlog.refresh(FRESH_S)

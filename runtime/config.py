@@ -225,6 +225,14 @@ class Sampler(Section, frozen=True):
     """Samplers whose weights are in memory; the one used longest ago makes room."""
 
 
+class Sessions(Section, frozen=True):
+    """What SDK clients open, and keep alive with a heartbeat every 10 s."""
+
+    expire_after_s: Annotated[float, Meta(ge=0)] = 600.0
+    """A session without heartbeats for so long ends and frees its models and samplers, unless work is in flight;
+    counted while the service is up. 0 for never."""
+
+
 class Results(Section, frozen=True):
     """How long answers stay readable; after that a poll for them gets 410."""
 
@@ -279,6 +287,7 @@ class Settings(Section, frozen=True):
     results: Results = Results()
     checkpoints: Checkpoints = Checkpoints()
     sampler: Sampler = Sampler()
+    sessions: Sessions = Sessions()
     tenants: dict[str, Tenant] = {}
     """By name. Empty for one tenant called "default"."""
     debug: Debug = Debug()

@@ -172,17 +172,23 @@ def _kill(holder: str) -> None:
 
 
 class IntakePart(BackgroundPart):
-    """SUBMIT → OPS, for event clients."""
+    """SUBMIT → OPS, for event clients. Ends what has had its time as well, being one and always there."""
 
     role = "intake"
 
     async def work(self, bus: Bus, recorder: Recorder) -> None:
+        from runtime import checkpoint_expiry
         from runtime.intake import Intake
+        from runtime.session_expiry import SessionExpiry
 
         tables, ledger = await self._wiring.tables(bus), await self._wiring.ledger(bus)
         log = OpsLog(bus, self._wiring.group, ledger)
         async with self._wiring.admission(bus, tables, ledger) as admission:
-            await Intake(bus, log, tables, Results(bus), admission, recorder).run()
+            sessions = SessionExpiry(tables, log, admission, self._wiring.settings.sessions.expire_after_s)
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(Intake(bus, log, tables, Results(bus), admission, recorder).run())
+                tasks.create_task(sessions.run())
+                tasks.create_task(checkpoint_expiry.run(tables.checkpoints))
 
 
 class OpenedApp:
@@ -217,6 +223,7 @@ async def ingress_app(wiring: Wiring) -> AsyncIterator[AsgiApp]:
     """The Tinker API over one connection of its own."""
     from runtime.ingress.app import build
     from runtime.ingress.deps import Deps
+    from runtime.ingress.heartbeats import Heartbeats
     from runtime.ingress.readiness import readiness
 
     async with await wiring.connect("ingress") as bus:
@@ -234,6 +241,7 @@ async def ingress_app(wiring: Wiring) -> AsyncIterator[AsgiApp]:
                         ledger=ledger,
                         admission=admission,
                         keys=wiring.keys,
+                        heartbeats=Heartbeats(tables.heartbeats, wiring.settings.sessions.expire_after_s),
                         ready=readiness(tables, wiring.group),
                         recorder=recorder,
                     )

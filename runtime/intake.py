@@ -103,6 +103,8 @@ class Intake:
             return
         if row.tenant != entry.tenant:
             await self._fail(entry, f"model_id {entry.model_id!r} is taken: choose another")
+        elif row.copy:
+            await self._fail(entry, f"model_id {entry.model_id!r} is the run of a copied checkpoint")
         elif row == _uncreated(row) and entry.seq_id != 0:
             await self._fail_uncreated(row, entry)
         else:

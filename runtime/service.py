@@ -23,6 +23,7 @@ from bus.connection import BrokerError, Credentials, connect
 from bus.embedded import EmbeddedBroker
 from bus.streams import ensure_streams
 from bus.tables import Tables
+from runtime import broker_tenants
 from runtime import keys as key_file
 from runtime.config import Settings, stream_limits
 from runtime.keys import Keys
@@ -94,7 +95,8 @@ def _broker(
     broker = EmbeddedBroker(data / BROKER_FOLDER, keys.nats_passwords(), port=nats.port or -1, say=say)
     endpoint = broker.start()
     try:
-        yield endpoint.url, endpoint.credentials
+        with broker_tenants.followed(settings, broker, say):
+            yield endpoint.url, endpoint.credentials
     finally:
         broker.stop()
 

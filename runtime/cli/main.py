@@ -7,6 +7,7 @@ import typer
 from runtime.cli.bench import bench
 from runtime.cli.demo import demo
 from runtime.cli.gates import gates
+from runtime.cli.keys import keys
 from runtime.cli.log import log
 from runtime.cli.up import up
 
@@ -22,6 +23,7 @@ app.command()(demo)
 app.command()(bench)
 app.command()(gates)
 app.add_typer(log)
+app.add_typer(keys)
 
 
 def _show_version(wanted: bool) -> None:

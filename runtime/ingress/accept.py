@@ -28,8 +28,12 @@ PUBLISHED = "tinkerbus_bus_published_messages_total"
 async def accept(deps: Deps, row: ModelRow, entry: LogEntry) -> Response:
     """Append to the model's log, and answer with the future. 400 where the number holds another body.
 
-    Raises QueueFull.
+    400, too, where the model is only the run of a copied checkpoint. Raises QueueFull.
     """
+    if row.copy:
+        raise HTTPException(
+            400, f"model_id {entry.model_id!r} is the run of a copy: load the copy into a model of its own"
+        )
     try:
         async with deps.large if entry.size > INLINE_BYTES else contextlib.nullcontext():
             appended = await deps.admission.append(deps.log, entry, trimmed_below=row.trimmed_below)

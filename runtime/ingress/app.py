@@ -9,11 +9,36 @@ from importlib.metadata import version
 
 from fastapi import FastAPI
 
-from runtime.ingress import client, errors, futures, models, refused, sessions, training
+from runtime.ingress import (
+    checkpoints,
+    client,
+    copies,
+    downloads,
+    errors,
+    futures,
+    models,
+    refused,
+    runs,
+    session_views,
+    sessions,
+    training,
+)
 from runtime.ingress.counting import CountRequests
 from runtime.ingress.deps import Deps
 
-AREAS = (client, sessions, models, training, futures, refused)
+AREAS = (
+    client,
+    sessions,
+    session_views,
+    models,
+    training,
+    futures,
+    runs,
+    checkpoints,
+    downloads,
+    copies,
+    refused,
+)
 """In this order: the refused endpoints hold patterns that would catch others."""
 
 

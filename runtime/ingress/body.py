@@ -64,11 +64,11 @@ def unzstd(body: bytes, limit: int) -> bytes:
     return b"".join(parts)
 
 
-async def read_json(request: Request) -> tuple[bytes, dict[str, Any]]:
+async def read_json(request: Request, limit: int = MAX_JSON_BYTES) -> tuple[bytes, dict[str, Any]]:
     """A JSON object, and its bytes. 400 for anything else."""
-    body = await read_body(request, MAX_JSON_BYTES)
+    body = await read_body(request, limit)
     try:
-        fields = msgspec.json.decode(body)
+        fields = await off_loop(len(body), msgspec.json.decode, body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise HTTPException(400, f"the body is not JSON: {error}") from error
     if not isinstance(fields, dict):

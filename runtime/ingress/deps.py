@@ -21,6 +21,7 @@ from bus.tables import ModelRow, SessionRow, Tables
 from observability.recorder import Recorder
 from runtime.admission import Admission
 from runtime.config import Settings
+from runtime.ingress.heartbeats import Heartbeats
 from runtime.keys import Keys
 
 LARGE_AT_ONCE = 2
@@ -39,6 +40,7 @@ class Deps:
     ledger: Ledger
     admission: Admission
     keys: Keys
+    heartbeats: Heartbeats
     ready: Callable[[], Awaitable[str | None]]
     """None when requests can be served, else what is missing."""
     recorder: Recorder | None = None
@@ -81,3 +83,11 @@ async def owned_model(deps: Deps, tenant: str, model_id: str) -> ModelRow:
     if found is None or found[0].tenant != tenant:
         raise HTTPException(404, f"model_id {model_id!r} is not known")
     return found[0]
+
+
+def own_project(tenant: str, project_id: str | None, field: str) -> None:
+    """400 for a project that does not exist: a tenant has one, called as itself."""
+    if project_id is not None and project_id != tenant:
+        raise HTTPException(
+            400, f"{field} {project_id!r} is not known: a tenant has one project here, {tenant!r}"
+        )

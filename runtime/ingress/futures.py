@@ -22,6 +22,7 @@ from bus.events import (
 )
 from bus.results import StoredResult
 from bus.tables import ModelRow
+from runtime.ingress import json_passes
 from runtime.ingress.answers import answer, number, protobuf
 from runtime.ingress.body import convert, read_json, text_field
 from runtime.ingress.deps import Caller, Deps, Injected
@@ -52,7 +53,8 @@ async def retrieve_future(request: Request, tenant: Caller, deps: Injected) -> R
             raise HTTPException(410, f"the result of request_id {request_id!r} is no longer kept")
     if result is None:
         return answer({"type": "try_again", "request_id": request_id, "queue_state": "active"}, 408)
-    return await off_loop(len(result.body), render, result)
+    as_json = json_passes.wanted(request.headers.get("accept", ""))
+    return await off_loop(len(result.body), render, result, as_json)
 
 
 async def _gone(deps: Deps, row: ModelRow, request_id: str) -> bool:
@@ -70,10 +72,12 @@ async def _gone(deps: Deps, row: ModelRow, request_id: str) -> bool:
     return True
 
 
-def render(result: StoredResult) -> Response:
-    """A stored result in the form that the SDK reads for its verb."""
+def render(result: StoredResult, as_json: bool = False) -> Response:
+    """A stored result in the form that the SDK reads for its verb; `as_json` where one reads no protobuf."""
     outcome = decode_result(result.body, result.content_type).outcome
     match outcome:
+        case ForwardBackwardDone() if as_json:
+            return answer(json_passes.result(outcome))
         case ForwardBackwardDone():
             return protobuf(result_to_sdk_protobuf(outcome))
         case OptimStepDone():

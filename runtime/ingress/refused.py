@@ -16,29 +16,21 @@ from runtime.ingress.models import begin_model
 
 router = APIRouter(prefix="/api/v1")
 
-NUMBERED = ("forward", "save_weights", "save_weights_for_sampler", "save_weights_external")
+NUMBERED = ("save_weights", "save_weights_for_sampler", "save_weights_external")
 POSTS = (
     "asample",
     "auth/token",
     "cancel_future",
-    "copy_weights",
     "create_custom_loss",
     "create_sampling_session",
     "join_sampling_session",
     "retrieve_futures",
-    "sessions/search",
-    "weights_info",
 )
 READS = (
-    "checkpoints",
     "samplers/{sampler_id}",
-    "sessions",
-    "sessions/{session_id}",
     "sessions/{session_id}/trace_export",
-    "training_runs",
-    "training_runs/{run_id:path}",
 )
-CHANGES = ("sessions/{session_id}/project", "training_runs/{run_id:path}")
+CHANGES = ("sessions/{session_id}/project",)
 
 
 def not_served(endpoint: str) -> str:

@@ -6,7 +6,8 @@ The SDK leaves out what is None and sends what is default, so everything optiona
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
+from datetime import datetime
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -28,7 +29,13 @@ class CreateSessionRequest(SdkRequest, frozen=True):
     sdk_version: str = ""
     display_name: str | None = None
     """For people to read."""
+    project_id: str | None = None
     type: Literal["create_session"] = "create_session"
+
+
+class HeartbeatRequest(SdkRequest, frozen=True):
+    session_id: str
+    type: Literal["session_heartbeat"] = "session_heartbeat"
 
 
 class CreateModelRequest(SdkRequest, frozen=True):
@@ -61,6 +68,61 @@ class RetrieveFutureRequest(SdkRequest, frozen=True):
     request_id: str
     allow_metadata_only: bool = False
     """Results are sent whole in any case."""
+
+
+class WeightsInfoRequest(SdkRequest, frozen=True):
+    tinker_path: str
+
+
+class CheckpointTtlRequest(SdkRequest, frozen=True):
+    ttl_seconds: int | None
+    """None keeps it."""
+
+
+class CopyWeightsRequest(SdkRequest, frozen=True):
+    """Into a project, or into a session under a number that no model of it has."""
+
+    source_path: str
+    destination_project_id: str | None = None
+    session_id: str | None = None
+    model_seq_id: int | None = None
+    ttl_seconds: int | None = None
+
+
+class FinishReason(SdkRequest, frozen=True):
+    type: Literal["success", "errored", "interrupted"]
+
+
+class FinishSessionRequest(SdkRequest, frozen=True):
+    reason: FinishReason | None = None
+    detail: str | None = None
+
+
+class SearchOwner(SdkRequest, frozen=True):
+    type: Literal["own", "accessible", "user"] = "own"
+    owner_urns: list[str] | None = None
+    """Names of tenants; with `user` alone."""
+
+
+class SearchStatus(SdkRequest, frozen=True):
+    type: Literal["active", "cancelled", "failed", "client_finished"]
+    reasons: list[Literal["success", "errored", "interrupted"]] | None = None
+
+
+class SearchCursor(SdkRequest, frozen=True):
+    last_created_at: datetime
+    last_session_id: str
+
+
+class SessionSearchRequest(SdkRequest, frozen=True):
+    session_id: str | None = None
+    project_ids: list[str] | None = None
+    user_metadata: dict[str, str] = {}
+    display_name: str | None = None
+    owner: SearchOwner = SearchOwner()
+    statuses: list[SearchStatus] | None = None
+    limit: Annotated[int, msgspec.Meta(ge=1, le=200)] = 50
+    cursor: SearchCursor | None = None
 
 
 def create_model(fields: dict[str, Any]) -> CreateModel:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import secrets
 import time
 
-import msgspec
 from fastapi import APIRouter, HTTPException, Request, Response
 
 from bus.errors import CodecError
 from bus.events import UnloadModel
-from bus.tables import SessionRow
-from runtime import entries
+from bus.tables import ModelRow, SessionRow
+from runtime import entries, session_end
 from runtime.ingress.accept import accept
 from runtime.ingress.answers import answer
 from runtime.ingress.body import convert, read_json, text_field
-from runtime.ingress.deps import Caller, Deps, Injected, owned_session
-from runtime.ingress.requests import CreateSessionRequest, as_text
+from runtime.ingress.deps import Caller, Injected, own_project, owned_session
+from runtime.ingress.requests import CreateSessionRequest, FinishSessionRequest, HeartbeatRequest, as_text
 
 router = APIRouter(prefix="/api/v1")
 
@@ -29,6 +28,7 @@ async def create_session(request: Request, tenant: Caller, deps: Injected) -> Re
         wanted = convert(fields, CreateSessionRequest)
     except CodecError as error:
         raise HTTPException(400, str(error)) from error
+    own_project(tenant, wanted.project_id, "project_id")
     session_id = f"s-{secrets.token_hex(12)}"
     row = SessionRow(
         tenant=tenant,
@@ -47,23 +47,31 @@ async def create_session(request: Request, tenant: Caller, deps: Injected) -> Re
 async def session_heartbeat(request: Request, tenant: Caller, deps: Injected) -> Response:
     """410 ends the client's heartbeats: the session is over."""
     _, fields = await read_json(request)
-    session_id = text_field(fields, "session_id")
+    text_field(fields, "session_id")
+    try:
+        session_id = convert(fields, HeartbeatRequest).session_id
+    except CodecError as error:
+        raise HTTPException(400, str(error)) from error
     row = await owned_session(deps, tenant, session_id)
     if row.status == "finished":
         raise HTTPException(410, f"session {session_id!r} is finished")
+    await deps.heartbeats.heard(session_id)
     return answer({"type": "session_heartbeat"})
 
 
 @router.post("/sessions/{session_id}/finish")
-async def finish(session_id: str, tenant: Caller, deps: Injected) -> Response:
+async def finish(request: Request, session_id: str, tenant: Caller, deps: Injected) -> Response:
     """End a session, and each of its models once what was sent for it has run. Again is the same."""
     await owned_session(deps, tenant, session_id)
-    await deps.tables.sessions.change(session_id, lambda row: msgspec.structs.replace(row, status="finished"))
-    await _unload_models(deps, tenant, session_id)
+    _, fields = await read_json(request)
+    try:
+        said = convert(fields, FinishSessionRequest)
+    except CodecError as error:
+        raise HTTPException(400, str(error)) from error
+    reason = said.reason.type if said.reason else "success"
+
+    async def unload(model_id: str, row: ModelRow) -> None:
+        await accept(deps, row, entries.of_op(tenant, model_id, None, UnloadModel()))
+
+    await session_end.end(deps.tables, session_id, unload, reason=reason, detail=said.detail)
     return answer({"status": "finished"})
-
-
-async def _unload_models(deps: Deps, tenant: str, session_id: str) -> None:
-    for model_id, row in (await deps.tables.models.all()).items():
-        if row.session_id == session_id and row.status in ("creating", "live"):
-            await accept(deps, row, entries.of_op(tenant, str(model_id), None, UnloadModel()))

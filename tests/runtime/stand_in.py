@@ -44,6 +44,7 @@ from runtime.admission import REFUSING_S, Admission
 from runtime.config import Settings
 from runtime.ingress.app import build
 from runtime.ingress.deps import Deps
+from runtime.ingress.heartbeats import Heartbeats
 from runtime.ingress.readiness import readiness
 from runtime.keys import Keys
 from runtime.unfinished import Unfinished, report
@@ -235,6 +236,7 @@ class Service:
             ledger=ledger,
             admission=Admission(settings.limits, backlog, ledger),
             keys=self.keys,
+            heartbeats=Heartbeats(tables.heartbeats, settings.sessions.expire_after_s),
             ready=readiness(tables, self.group),
         )
         deps = replace(deps, **changes)

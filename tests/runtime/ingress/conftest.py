@@ -12,6 +12,7 @@ import pytest
 from tinker import types
 from tinker.proto.request_conv import forward_backward_request_to_proto
 
+from bus import scan
 from tests.runtime.stand_in import BASE_MODEL, Replica, Service
 
 PROTOBUF = {"content-type": "application/x-protobuf"}
@@ -93,6 +94,13 @@ class Wire:
 @pytest.fixture
 async def ingress(service: Service) -> Replica:
     return await service.replica()
+
+
+@pytest.fixture
+async def empty_tables(service: Service) -> None:
+    """The broker is shared: nothing of earlier tests is listed."""
+    for table in (service.tables.sessions, service.tables.models, service.tables.checkpoints):
+        await scan.purge(service.bus, f"KV_{table.name}", f"$KV.{table.name}.>")
 
 
 @pytest.fixture

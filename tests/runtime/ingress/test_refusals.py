@@ -55,7 +55,7 @@ async def test_a_model_that_cannot_be_made_fails_through_its_future(
 
 @pytest.mark.parametrize(
     "endpoint",
-    ["forward", "save_weights", "load_weights", "save_weights_for_sampler", "save_weights_external"],
+    ["save_weights", "load_weights", "save_weights_for_sampler", "save_weights_external"],
 )
 async def test_an_endpoint_of_later_uses_up_its_number_and_says_so(alice: Wire, endpoint: str) -> None:
     model = await alice.model()
@@ -74,7 +74,7 @@ async def test_a_model_out_of_a_checkpoint_fails_under_the_id_that_the_sdk_works
 
 
 @pytest.mark.parametrize(
-    "endpoint", ["asample", "create_sampling_session", "weights_info", "retrieve_futures"]
+    "endpoint", ["asample", "create_sampling_session", "join_sampling_session", "retrieve_futures"]
 )
 async def test_an_endpoint_of_later_without_a_number_is_refused_at_once(alice: Wire, endpoint: str) -> None:
     answer = await alice.post(endpoint, {})
@@ -109,14 +109,6 @@ async def test_protobuf_without_identity_is_a_400(alice: Wire, body: bytes) -> N
     answer = await alice.forward_backward(body)
     assert answer.status_code == 400
     assert answer.json()["detail"]
-
-
-async def test_a_json_forward_backward_of_an_old_sdk_uses_up_its_number(alice: Wire) -> None:
-    model = await alice.model()
-    refused = await alice.post(
-        "forward_backward", {"model_id": model, "seq_id": 1, "forward_backward_input": {}}
-    )
-    assert "Content-Type" in await alice.error(refused)
 
 
 async def test_zstd_bodies_are_the_same_request(alice: Wire) -> None:
