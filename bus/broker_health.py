@@ -1,4 +1,4 @@
-"""Whether the embedded broker can still store, and when to restart it because it cannot.
+"""Whether the embedded broker answers and can still store, and when to restart it because it does not.
 
 A stream that met a full disk takes nothing more, and says so to nobody who publishes; others go on, and what is stored
 can be read. It stays like that when there is room again, until the broker starts anew.
@@ -18,12 +18,17 @@ SHORTEST_S, LONGEST_S = 2.0, 60.0
 """Between two restarts, while they do not help."""
 WELL_S = 60.0
 """So long after a restart without a complaint, it has helped."""
+ANSWER_S = 5.0
+"""How long an answer is waited for."""
+UNANSWERED = 2
+"""So many questions in a row without an answer, and the broker hangs. A busy machine's pauses are shorter."""
 
 
-def ask(port: int, password: str, *, timeout_s: float = 5.0) -> str | None:
+def ask(port: int, password: str, *, timeout_s: float = ANSWER_S) -> str | None:
     """What the broker on a port of this machine complains of; None when it is well.
 
-    Raises OSError where nothing answers in time, and what answers is none of ours.
+    Raises TimeoutError where something listens and does not answer in time, and OSError where nothing is there or what
+    answers is none of ours.
     """
     with socket.create_connection(("127.0.0.1", port), timeout_s) as connection:
         connection.settimeout(timeout_s)
@@ -47,6 +52,24 @@ def _complaint(body: bytes) -> str | None:
         return None if health["status"] == "ok" else str(health.get("error") or health["status"])
     except (ValueError, KeyError, TypeError):
         raise OSError(f"the broker says what its supervisor cannot read: {body[:200]!r}") from None
+
+
+class Silence:
+    """Decides when a broker that lives and does not answer is to be killed. Pure.
+
+    It counts questions, not seconds: a supervisor that was stopped itself has asked none meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._life = 0
+        self._unanswered = 0
+
+    def hangs(self, life: int, *, answered: bool) -> bool:
+        """Whether the broker, in its `life`th life, has just left one question too many unanswered."""
+        if answered or life != self._life:
+            self._life, self._unanswered = life, 0
+        self._unanswered += not answered
+        return self._unanswered >= UNANSWERED
 
 
 class Mending:

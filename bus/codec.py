@@ -16,6 +16,7 @@ from bus import sdk_wire
 from bus.errors import CodecError, NewerFormat, newer_format
 from bus.events import (
     FORMAT,
+    VERBS,
     Array,
     CreateModel,
     Datum,
@@ -38,6 +39,7 @@ __all__ = [
     "PROTOBUF",
     "CodecError",
     "NewerFormat",
+    "claimed_verb",
     "datum_sizes",
     "decode_op",
     "decode_result",
@@ -65,6 +67,17 @@ class _Head(msgspec.Struct):
 
     format: int = FORMAT
     seq_id: int | None = None
+
+
+class _ClaimedOp(msgspec.Struct):
+    """Likewise, of the operation in it."""
+
+    type: str
+    forward_only: bool = False
+
+
+class _Claim(msgspec.Struct):
+    op: _ClaimedOp
 
 
 class _Schema(Generic[T]):
@@ -97,6 +110,7 @@ _op: _Schema[Op] = _Schema(Op)
 _submission: _Schema[Submission] = _Schema(Submission)
 _result: _Schema[Result] = _Schema(Result)
 _heads: dict[str, Any] = {MSGPACK: msgspec.msgpack.Decoder(_Head), JSON: msgspec.json.Decoder(_Head)}
+_claims: dict[str, Any] = {MSGPACK: msgspec.msgpack.Decoder(_Claim), JSON: msgspec.json.Decoder(_Claim)}
 
 
 def encode(obj: Event, content_type: str = MSGPACK) -> bytes:
@@ -165,6 +179,22 @@ def peek_forward_backward(body: bytes) -> tuple[str, int]:
 def peek_forward_only(body: bytes) -> bool:
     """Whether an SDK protobuf body asks for no gradient. Raises CodecError where it does not parse."""
     return bool(sdk_wire.parse_request(body).forward_only)
+
+
+def claimed_verb(body: bytes, content_type: str) -> str | None:
+    """The operation that a submission says it is, also where the rest of it cannot be understood; else None.
+
+    A `forward_backward` that asks for no gradient is "forward".
+    """
+    try:
+        if content_type == PROTOBUF:
+            return "forward" if peek_forward_only(body) else "forward_backward"
+        claimed: _ClaimedOp = _claims[content_type].decode(body).op
+    except (CodecError, KeyError, *_MALFORMED):
+        return None
+    if claimed.type == "forward_backward" and claimed.forward_only:
+        return "forward"
+    return claimed.type if claimed.type in VERBS and claimed.type != "refused" else None
 
 
 def datum_sizes(body: bytes) -> list[int]:

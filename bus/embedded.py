@@ -2,7 +2,8 @@
 
 What always holds: one broker per folder (a lock that the broker process itself holds too); the broker dies with the
 process that started it, and comes back on the same port when it dies alone; passwords are in files of mode 0600.
-A broker that stopped storing, as after a full disk, is restarted once there is room.
+A broker that stopped storing, as after a full disk, is restarted once there is room; one that lives and does not
+answer is killed and started anew.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 from bus import broker_health, folder_lock
 from bus.broker_config import SERVER_USER, BrokerConfig, check_tenants, render
 from bus.broker_folder import PASSWORD_FILE, Endpoint, port_in
-from bus.broker_health import Mending
+from bus.broker_health import Mending, Silence
 from bus.connection import BrokerError, Credentials
 from bus.folder_lock import FolderInUse
 
@@ -65,7 +66,7 @@ class EmbeddedBroker:
         say: Callable[[str], None] = log.warning,
     ) -> None:
         """`tenants` maps a tenant to its password; port -1 takes any free one; sizes are in bytes. `say` hears, in a
-        thread of its own, of a broker that cannot store.
+        thread of its own, of a broker that cannot store, or does not answer.
 
         Raises ValueError for a tenant that is called as the servers are, or has no password.
         """
@@ -271,13 +272,26 @@ class EmbeddedBroker:
 
     def _watch(self) -> None:
         """Restart the broker when it has stopped storing and can go on."""
-        mending = Mending(room_bytes=2 * self._config.max_payload)
+        mending, silence = Mending(room_bytes=2 * self._config.max_payload), Silence()
         while not self._stopping.wait(HEALTH_S):
+            life, process = self.starts, self._process
             try:
-                complaint = broker_health.ask(self._config.port, self._config.supervisor_password)
+                complaint = broker_health.ask(
+                    self._config.port, self._config.supervisor_password, timeout_s=broker_health.ANSWER_S
+                )
                 room = _room(self.data_dir)
+            except TimeoutError:
+                if silence.hangs(life, answered=False) and process is not None and life == self.starts:
+                    self._say(
+                        f"the broker lives and does not answer, {broker_health.UNANSWERED} times for "
+                        f"{broker_health.ANSWER_S:g} s: killing it, and starting it anew"
+                    )
+                    process.kill()
+                continue
             except OSError:
-                continue  # it is just not there, which `_keep` sees to
+                silence.hangs(life, answered=True)  # it is just not there, which `_keep` sees to
+                continue
+            silence.hangs(life, answered=True)
             if complaint is not None and self.complaint is None:
                 self._say(
                     f"the broker cannot store: {complaint}. {room >> 20} MiB are free in {self.data_dir}; it is "

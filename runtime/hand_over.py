@@ -91,14 +91,16 @@ class HandOver:
         `given_up`: how often it took the ranks down; if at all, it does not go there again.
         """
         entry = whole = turn.entry
-        job.loses_gradient = entry.verb == "forward_backward"
+        job.loses_gradient = entry.verb == "forward_backward"  # as far as its headers say
         try:
-            if turn.lost is not None:
+            if entry.model_id in self._ended:
+                job.outcome = outcomes.unloaded(entry.model_id)
+            elif turn.lost is not None:
                 job.outcome = outcomes.behind_gap(turn.lost)
                 if entry.verb == "optim_step" and entry.model_id in self._live:
                     self._end_window(job)
-            elif entry.model_id in self._ended:
-                job.outcome = outcomes.unloaded(entry.model_id)
+                whole = await self._whole(entry)
+                _name(job, await _beside(entry, whole.op))
             elif entry.model_id in self._not_created and entry.seq_id is not None:
                 job.outcome = outcomes.not_created(entry.model_id, self._not_created[entry.model_id])
             elif entry.model_id in self._lost_models and entry.seq_id is not None:
@@ -106,18 +108,20 @@ class HandOver:
             else:
                 whole = await self._whole(entry)
                 op = await _beside(entry, whole.op)
+                _name(job, op)
                 if given_up:
                     self._give_up(job, op, given_up)
                 else:
                     await self._hand_over(job, op)
         except BlobLost as error:
-            job.outcome = outcomes.body_lost(str(error))
+            job.outcome = job.outcome or outcomes.body_lost(str(error))
         except CodecError as error:
             if job.loses_gradient and entries.only_scores(whole):
                 job.loses_gradient, job.verb = False, "forward"
-            job.outcome = Failed(error=str(error), category="user", field=error.field)
+            job.outcome = job.outcome or Failed(error=str(error), category="user", field=error.field)
         except Refusal as refusal:
             job.outcome = outcomes.refused(refusal)
+        job.loses_gradient = job.loses_gradient and entry.model_id in self._live  # else there is no window
         if entry.seq_id == 0 and isinstance(job.outcome, Failed):
             self._not_created[entry.model_id] = job.outcome.error
 
@@ -130,8 +134,6 @@ class HandOver:
                 self._live[model_id] = chosen
                 job.finish = lambda _: outcomes.created(model_id, op)
             case ForwardBackward():
-                job.loses_gradient = not op.forward_only
-                job.verb = "forward" if op.forward_only else "forward_backward"
                 request = await _beside(job.entry, lambda: self._packed(op))
                 job.ranks = self._passes.forward_backward(model_id, request, _number(job.entry))
                 job.finish = _scored
@@ -145,8 +147,6 @@ class HandOver:
                 self.lost.forget(model_id)
                 job.outcome = ModelUnloaded(model_id=model_id)
             case Refused():
-                job.verb = "refused"
-                job.loses_gradient = op.verb in (None, GAP, "forward_backward")
                 job.outcome = Failed(error=op.error, category="user", field=op.field)
 
     def _give_up(self, job: Job, op: Op, tries: int) -> None:
@@ -154,9 +154,6 @@ class HandOver:
         model_id = job.entry.model_id
         job.outcome = outcomes.given_up(tries)
         match op:
-            case ForwardBackward():
-                job.loses_gradient = not op.forward_only
-                job.verb = "forward" if op.forward_only else "forward_backward"
             case OptimStep():
                 self._end_window(job)
             case UnloadModel():
@@ -190,6 +187,17 @@ class HandOver:
         else:
             self._run(job, self._passes.group().clear_window(entry.model_id))
             job.outcome = outcomes.step_lost(verdict.lost)
+
+
+def _name(job: Job, op: Op) -> None:
+    """Say what kind of operation this is, and whether its failure takes a gradient out of the window."""
+    match op:
+        case ForwardBackward():
+            job.verb = entries.FORWARD if op.forward_only else entries.FORWARD_BACKWARD
+            job.loses_gradient = not op.forward_only
+        case Refused():
+            job.verb = "refused"
+            job.loses_gradient = op.verb in (None, GAP, entries.FORWARD_BACKWARD)
 
 
 def _scored(output: RequestOutput) -> Outcome:

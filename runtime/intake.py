@@ -14,7 +14,7 @@ import time
 
 from msgspec.structs import replace
 
-from bus.codec import JSON, MSGPACK, PROTOBUF, datum_sizes, encode
+from bus.codec import JSON, MSGPACK, PROTOBUF, claimed_verb, datum_sizes, encode
 from bus.connection import BrokerUnreachable, Bus
 from bus.errors import CodecError
 from bus.events import CreateModel, Failed, ForwardBackward, Result, Submission
@@ -216,6 +216,7 @@ def entry_of(submitted: Submitted, max_datum_bytes: int = 0) -> LogEntry | None:
             submission.field,
             submitted.body,
             submitted.content_type,
+            verb=claimed_verb(submitted.body, submitted.content_type),
         )
     if submitted.content_type == PROTOBUF and submission.seq_id is not None:
         return entries.of_sdk_body(tenant, model_id, submission.seq_id, submitted.body)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -13,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from bus import broker_health, embedded
-from bus.broker_health import LONGEST_S, SHORTEST_S, WELL_S, Mending, ask
+from bus.broker_health import LONGEST_S, SHORTEST_S, WELL_S, Mending, Silence, ask
 from bus.connection import BrokerError, connect
 from bus.embedded import EmbeddedBroker
 from bus.log import OpsLog, entry
@@ -60,6 +62,49 @@ def test_after_one_that_helped_the_next_comes_soon_again() -> None:
     restarts = [now for now in range(1000, 1100) if mending.due(FULL, ROOM, now)]
     assert restarts[0] == 1001
     assert restarts[1] - restarts[0] <= 2 * SHORTEST_S * 2
+
+
+def test_a_broker_hangs_after_two_questions_in_a_row_without_an_answer() -> None:
+    silence = Silence()
+    assert [silence.hangs(1, answered=answered) for answered in (False, True, False, False, False)] == [
+        *(False, False, False, True, True)
+    ]
+
+
+def test_what_an_earlier_life_left_unanswered_does_not_count() -> None:
+    silence = Silence()
+    assert not silence.hangs(1, answered=False)
+    assert not silence.hangs(2, answered=False)
+    assert silence.hangs(2, answered=False)
+
+
+async def test_a_broker_that_is_stopped_and_does_not_come_back_is_killed_and_started_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shorter stop is waited out: what was stored is there, and clients reconnect by themselves."""
+    monkeypatch.setattr(embedded, "HEALTH_S", 0.1)
+    monkeypatch.setattr(broker_health, "ANSWER_S", 1.0)
+    said: list[str] = []
+    with EmbeddedBroker(tmp_path, sync_interval=UNSYNCED, say=said.append) as broker:
+        async with await connect(broker.url, broker.credentials, name="test") as bus:
+            await ensure_streams(bus)
+            ops = OpsLog(bus, "g")
+            await ops.append(entry("t", "m", 1, "forward_backward", b"y"))
+            pid = broker.pid
+            assert pid is not None
+            os.kill(pid, signal.SIGSTOP)
+            await asyncio.sleep(1.2)
+            os.kill(pid, signal.SIGCONT)
+            await ops.append(entry("t", "m", 2, "forward_backward", b"y"))
+            await asyncio.sleep(0.5)
+            assert (broker.starts, said) == (1, [])
+
+            os.kill(pid, signal.SIGSTOP)
+            await until(lambda: broker.starts == 2, 20)
+            assert broker.pid != pid
+            await ops.append(entry("t", "m", 3, "forward_backward", b"y"))
+            assert [one.seq_id async for one in ops.so_far()] == [1, 2, 3]
+    assert said == ["the broker lives and does not answer, 2 times for 1 s: killing it, and starting it anew"]
 
 
 def test_a_running_broker_says_that_it_is_well_to_its_supervisor_alone(broker: EmbeddedBroker) -> None:

@@ -15,6 +15,7 @@ from bus.codec import (
     MSGPACK,
     CodecError,
     NewerFormat,
+    claimed_verb,
     decode_op,
     decode_result,
     decode_submission,
@@ -186,6 +187,29 @@ def test_no_bytes_at_all_raise_anything_but_a_codec_error(body: bytes) -> None:
             decode_submission(body, content_type)
         except CodecError:
             continue
+
+
+@pytest.mark.parametrize(
+    ("body", "verb"),
+    [
+        (b'{"op":{"type":"optim_step","adam_params":{"lr":1}}}', "optim_step"),
+        (b'{"op":{"type":"forward_backward","data":[{"model_input":["a"]}]}}', "forward_backward"),
+        (b'{"op":{"type":"forward_backward","data":5,"forward_only":true}}', "forward"),
+        (b'{"op":{"type":"forward_backward","forward_only":"yes"}}', None),
+        (b'{"op":{"type":"refused","error":"x"}}', None),
+        (b'{"op":{"type":"dance"}}', None),
+        (b'{"seq_id":3}', None),
+        (b"\xff\xfe nothing", None),
+    ],
+)
+def test_what_cannot_be_understood_may_still_say_which_operation_it_is(body: bytes, verb: str | None) -> None:
+    assert claimed_verb(body, JSON) == verb
+
+
+@given(st.binary(max_size=60))
+def test_whatever_the_bytes_no_error_comes_of_asking(body: bytes) -> None:
+    for content_type in (MSGPACK, JSON, codec.PROTOBUF, "text/plain"):
+        claimed_verb(body, content_type)
 
 
 def test_a_newer_format_is_refused_by_name_even_with_unknown_fields() -> None:
