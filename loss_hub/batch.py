@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from loss_hub.specs import ADVANTAGES, ROLLOUT_LOGPROBS, TARGETS, WEIGHTS
+from loss_hub.specs import ADVANTAGES, ROLLOUT_LOGPROBS, SEQUENCE_RATIO_MASK, TARGETS, WEIGHTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,10 @@ class BatchInputs:
     def advantages_N(self) -> Tensor:
         return self.tensors[ADVANTAGES.name]
 
+    @property
+    def sequence_ratio_mask_N(self) -> Tensor:
+        return self.tensors[SEQUENCE_RATIO_MASK.name]
+
     def weighted(self) -> Tensor:
         """Where the weight is not 0: bool, shaped like the targets."""
         return self.weights_N != 0
@@ -69,6 +73,17 @@ class BatchInputs:
                 for name, tensor in self.tensors.items()
             },
         )
+
+    def sums_D(self, values_N: Tensor) -> Tensor:
+        """Of each of the D datums the sum over its tokens, (D,) float64.
+
+        Summed datum by datum: what else stands in the microbatch changes no bit of it.
+        """
+        return torch.stack([part.double().sum() for part in torch.split(values_N, list(self.lengths))])
+
+    def spread_N(self, values_D: Tensor) -> Tensor:
+        """One value a datum, (D,), at each of its tokens, (N,)."""
+        return torch.cat([value.expand(n) for value, n in zip(values_D, self.lengths, strict=True)])
 
     def split(self, values_N: Tensor) -> tuple[Tensor, ...]:
         """`values_N`, shaped like the targets, as one tensor a datum, each shaped like its own targets."""

@@ -16,7 +16,7 @@ from loss_hub.batch import BatchInputs
 from loss_hub.config import parse_config
 from loss_hub.errors import InputError
 from loss_hub.registry import Loss, get
-from loss_hub.specs import ADVANTAGES, TARGETS, InputSpec
+from loss_hub.specs import TARGETS, InputSpec
 
 _INTEGERS = (torch.int64, torch.int32)
 
@@ -166,9 +166,9 @@ def _check_finite(loss: Loss, i: int, tensors: dict[str, Tensor]) -> None:
             continue
         wrong = ~torch.isfinite(tensor)
         rule = "must be a finite number"
-        if spec.finite == "where_advantage" and loss.input(ADVANTAGES.name):
-            wrong &= tensors[ADVANTAGES.name] != 0
-            rule += " where the advantage is not 0"
+        if names := [name for name in spec.finite_where if loss.input(name)]:
+            wrong &= torch.stack([tensors[name] != 0 for name in names]).any(dim=0)
+            rule += f" where {' or '.join(names)} is not 0"
         if wrong.any():
             value = float(tensor[wrong][0])
             raise InputError(f"is {value} at {_where(wrong)}; {rule}", _path(i, spec.name))

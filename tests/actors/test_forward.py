@@ -15,7 +15,7 @@ from loss_hub import names
 from tests.support.models import Model
 from tests.support.requests import random_request
 
-ALL_LOSSES = ["cispo", "cross_entropy", "dro", "importance_sampling", "ppo"]
+ALL_LOSSES = ["cispo", "cross_entropy", "dro", "gspo", "importance_sampling", "ppo"]
 LENGTHS = (7, 3, 11, 2, 5)
 TWO_MICROBATCHES = PackingConfig(max_tokens_per_microbatch=22)
 

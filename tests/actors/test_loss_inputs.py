@@ -11,7 +11,7 @@ import torch
 
 from actors.packing import PackingConfig
 from loss_hub import DatumInputs
-from tests.support import reference
+from tests.support import dumps, reference
 from tests.support.models import Model, Step
 from tests.support.requests import datums, packed
 
@@ -85,6 +85,8 @@ def test_a_datum_without_weight_adds_no_bit_to_the_gradient(small_model: NewMode
         ("importance_sampling", 2.0, -3.297443),
         ("ppo", 2.0, -2.4),  # the ratio e^0.5 is clipped at 1.2
         ("ppo", -2.0, 3.297443),  # pessimistic: not clipped where the advantage is negative
+        ("gspo", 2.0, -2.0008),  # clipped at 1.0004
+        ("gspo", -2.0, 3.297443),
         ("cispo", 2.0, None),
         ("dro", 2.0, None),
     ],
@@ -102,6 +104,7 @@ def test_losses_have_their_closed_form_where_every_ratio_is_the_root_of_e(
                 "target_tokens": d.tensors["target_tokens"],
                 "logprobs": values - 0.5,
                 "advantages": torch.full((d.length,), advantage),
+                **({"sequence_ratio_mask": torch.ones(d.length)} if loss == "gspo" else {}),
             },
         )
         for d, values in zip(inputs, lp, strict=True)
@@ -116,7 +119,7 @@ def test_losses_have_their_closed_form_where_every_ratio_is_the_root_of_e(
     assert metrics["rollout_gap:sum"] / metrics["rollout_tokens:sum"] == pytest.approx(0.5, abs=1e-6)
 
 
-@pytest.mark.parametrize("loss", ["importance_sampling", "ppo", "cispo", "dro"])
+@pytest.mark.parametrize("loss", ["importance_sampling", "ppo", "cispo", "dro", "gspo"])
 @pytest.mark.parametrize("nothing", [math.nan, -math.inf])
 def test_rollout_logprobs_that_nobody_measured_change_no_bit_of_the_step(
     small_model: NewModel, loss: str, nothing: float
@@ -129,6 +132,8 @@ def test_rollout_logprobs_that_nobody_measured_change_no_bit_of_the_step(
         for datum in inputs:
             tensors = {name: t.clone() for name, t in datum.tensors.items()}
             tensors["advantages"][:2], tensors["logprobs"][:2] = 0.0, prompt
+            if loss == "gspo":
+                tensors["sequence_ratio_mask"][:2] = 0.0
             probes.append(DatumInputs(datum.length, tensors))
         model = small_model(b_seed=1)
         metrics.append(model.call(packed(tokens, probes, loss=loss)).metrics)
@@ -138,3 +143,25 @@ def test_rollout_logprobs_that_nobody_measured_change_no_bit_of_the_step(
     assert not steps[1].report.skipped
     for name, values in steps[0].after.items():
         assert torch.equal(steps[1].after[name], values), name
+
+
+def test_gspo_of_sequences_in_one_microbatch_is_that_of_one_in_each(small_model: NewModel) -> None:
+    """Gaps of 0.1, 0.2, … by sequence: a mean over the microbatch would give them all one ratio."""
+    tokens, inputs = datums(LENGTHS, loss="gspo", seed=13)
+    model = small_model(b_seed=1)
+    scored = model.call(packed(tokens, inputs, loss="gspo", forward_only=True))
+    for number, (datum, lp) in enumerate(zip(inputs, scored.logprobs, strict=True), 1):
+        datum.tensors["logprobs"] = torch.from_numpy(lp) - 0.1 * number
+    by_hand = -sum(
+        math.exp(0.1 * number) * float(datum.tensors["advantages"].double().sum())
+        for number, datum in enumerate(inputs, 1)
+    )
+    bounds: dict[str, float | str] = {"clip_low_threshold": 0.0, "clip_high_threshold": 100.0}
+    found = []
+    for packing in (PackingConfig(), PackingConfig(max_datums_per_microbatch=1)):
+        model = small_model(b_seed=1)
+        request = packed(tokens, inputs, loss="gspo", config=bounds, packing=packing)
+        assert len(request.microbatches) == (len(LENGTHS) if packing.max_datums_per_microbatch else 1)
+        assert model.call(request).metrics["loss:sum"] == pytest.approx(by_hand, abs=1e-4)
+        found.append(dumps.vector(model.step().gradient))
+    assert dumps.relative_l2(*found) <= 1e-6

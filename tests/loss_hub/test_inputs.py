@@ -142,8 +142,14 @@ def test_values_that_are_not_finite_are_refused_with_field_and_position(value) -
     weights = refusal("cross_entropy", DatumInputs(3, supervised(weights=[1.0, 1.0, value])))
     assert_says(weights, "data[0].loss_fn_inputs.weights", value, "position 2", "finite")
     rollout = refusal("ppo", DatumInputs(3, tensors(logprobs=[-1.0, value, -1.0])))
-    assert_says(rollout, "data[0].loss_fn_inputs.logprobs", value, "position 1", "advantage is not 0")
+    assert_says(rollout, "data[0].loss_fn_inputs.logprobs", value, "position 1", "advantages is not 0")
     check("ppo", {}, [DatumInputs(3, tensors(logprobs=[-1.0, value, -1.0], advantages=[1.0, 0.0, 1.0]))])
+    no_advantage = {"logprobs": [-1.0, value, -1.0], "advantages": [1.0, 0.0, 1.0]}
+    in_ratio = refusal("gspo", DatumInputs(3, tensors(sequence_ratio_mask=[0.0, 1.0, 1.0], **no_advantage)))
+    assert_says(
+        in_ratio, "data[0].loss_fn_inputs.logprobs", value, "position 1", "sequence_ratio_mask is not 0"
+    )
+    check("gspo", {}, [DatumInputs(3, tensors(sequence_ratio_mask=[1.0, 0.0, 1.0], **no_advantage))])
 
 
 def test_integers_are_cast_to_the_dtype_the_loss_sees() -> None:

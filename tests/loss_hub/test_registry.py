@@ -21,12 +21,12 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_built_in_losses_are_there() -> None:
-    assert set(names()) >= {"cross_entropy", "importance_sampling", "ppo", "cispo", "dro"}
+    assert set(names()) >= {"cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo"}
     assert get("ppo").name == "ppo"
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(UnknownLoss, match="cispo, cross_entropy, dro, importance_sampling, ppo"):
+    with pytest.raises(UnknownLoss, match="cispo, cross_entropy, dro, gspo, importance_sampling, ppo"):
         get("stable_reinforce")
 
 

@@ -26,7 +26,8 @@ def rollout_request(name: str, config: dict[str, float] | None = None):
 def rollout_inputs(name: str, n: int) -> dict[str, torch.Tensor]:
     if name == "cross_entropy":
         return {"weights": torch.randn(n)}
-    return {"logprobs": -torch.rand(n), "advantages": torch.randn(n)}
+    inputs = {"logprobs": -torch.rand(n), "advantages": torch.randn(n)}
+    return inputs | ({"sequence_ratio_mask": torch.ones(n)} if name == "gspo" else {})
 
 
 @pytest.mark.parametrize("name", names())

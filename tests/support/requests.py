@@ -32,6 +32,8 @@ def datums(
         else:
             tensors["advantages"] = noise
             tensors["logprobs"] = -5 + torch.randn(n, generator=generator) * 0.1
+        if loss == "gspo":
+            tensors["sequence_ratio_mask"] = torch.ones(n)
         tokens.append(full[:-1])
         inputs.append(DatumInputs(n, tensors))
     return tokens, inputs
