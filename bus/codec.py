@@ -116,10 +116,14 @@ _claims: dict[str, Any] = {MSGPACK: msgspec.msgpack.Decoder(_Claim), JSON: msgsp
 def encode(obj: Event, content_type: str = MSGPACK) -> bytes:
     """One event as bytes. In JSON a tensor's `data` is a list of numbers, or base64 where one is not finite.
 
-    Raises CodecError for a metric that is not finite in JSON, which has no word for it.
+    Raises CodecError for a metric that is not finite in JSON, which has no word for it, and for a whole number of
+    more than 64 bits.
     """
     if content_type == MSGPACK:
-        return msgspec.msgpack.encode(obj)
+        try:
+            return msgspec.msgpack.encode(obj)
+        except OverflowError as error:
+            raise CodecError(f"a whole number has more than 64 bits: {error}") from None
     if content_type == JSON:
         return msgspec.json.encode(_with_lists(obj))
     raise CodecError(

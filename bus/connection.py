@@ -32,6 +32,7 @@ from bus.errors import (
     WrongCredentials,
 )
 from bus.hardening import harden
+from bus.subjects import LONGEST_SUBJECT
 
 __all__ = [
     "HEADER_ROOM",
@@ -110,9 +111,14 @@ class Bus:
         """One question and its answer.
 
         While the connection is broken the question waits, within its time, for the connection to come back. Raises
-        NotAllowed as soon as the broker says so, and BrokerUnreachable when the time is up, when nobody listens, or
-        when the connection broke after the question was sent, for then the answer may be lost.
+        MessageTooLarge for a subject that the broker would hang up on, NotAllowed as soon as the broker says so, and
+        BrokerUnreachable when the time is up, when nobody listens, or when the connection broke after the question
+        was sent, for then the answer may be lost.
         """
+        if len(subject) > LONGEST_SUBJECT:
+            raise MessageTooLarge(
+                f"subject {subject[:60]}… has {len(subject)} characters; the limit is {LONGEST_SUBJECT}"
+            )
         request: _Request | None = None
         task = asyncio.current_task()
         cancelling = task.cancelling() if task is not None else 0

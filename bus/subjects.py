@@ -23,6 +23,11 @@ BLOB_STREAM = "TINKER_BLOBS"
 
 END = "end"
 
+LONGEST_SUBJECT = 3000
+"""Above 4 KB of protocol line the broker hangs up, on everything that the connection carries."""
+LONGEST_ID = 1000
+"""Of an id as one token, so that no subject that names it is too long."""
+
 _SAFE = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_")
 
 
@@ -52,6 +57,11 @@ def unescape(token: str) -> str:
     if escape(name) != token:
         raise ValueError(f"subject token {token!r} is not an escaped id")
     return name
+
+
+def fits(name: str) -> bool:
+    """Whether an id is short enough for every subject that has to name it."""
+    return len(escape(name)) <= LONGEST_ID
 
 
 def seq_token(seq_id: int | None) -> str:

@@ -23,6 +23,9 @@ Key: TypeAlias = str | tuple[str, ...]
 
 MODELS = "tinker_models"
 
+ROOM = 200
+"""What a read's own subject has before the row's."""
+
 _OPERATION = "KV-Operation"
 _TIMEOUT_S = 10.0
 
@@ -157,7 +160,10 @@ class Table(Generic[T]):
 
     async def get(self, key: Key) -> tuple[T, int] | None:
         """(row, revision), or None where the key is free."""
-        found = await scan.last_of(self._bus, self._stream, self._subject(key))
+        subject = self._subject(key)
+        if len(subject) > subjects.LONGEST_SUBJECT - ROOM:
+            return None  # nothing can have been written there
+        found = await scan.last_of(self._bus, self._stream, subject)
         if found is None or _OPERATION in found.headers:
             return None
         return self._decoder.decode(found.data), found.position

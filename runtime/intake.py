@@ -14,6 +14,7 @@ import time
 
 from msgspec.structs import replace
 
+from bus import subjects
 from bus.codec import JSON, MSGPACK, PROTOBUF, claimed_verb, datum_sizes, encode
 from bus.connection import BrokerUnreachable, Bus
 from bus.errors import CodecError
@@ -55,7 +56,7 @@ class Intake:
         self._recorder = recorder
         self._reader = SubmitReader(bus)
         self.dropped = 0
-        """Submissions that named no number, so that nobody could be told."""
+        """Submissions that named no number, or a model that no subject can name, so that nobody could be told."""
 
     async def run(self) -> None:
         """Take submissions, for ever, in the queue's order. Cancel it: what is unfinished comes again at once.
@@ -87,13 +88,13 @@ class Intake:
 
     async def _settle(self, submitted: Submitted) -> None:
         entry = entry_of(submitted, self._admission.limits.max_datum_bytes)
-        if entry is None:
+        if entry is None or not subjects.fits(entry.model_id):
             self.dropped += 1
             logger.warning(
                 "dropped a submission of tenant %r for model %r: %s",
                 submitted.tenant,
-                submitted.model_id,
-                submitted.submission,
+                submitted.model_id[:100],
+                submitted.submission if entry is None else "its id is too long",
             )
             await submitted.term()
             return

@@ -50,12 +50,14 @@ async def begin_model(
     if session.status == "finished":
         raise HTTPException(410, f"session {session_id!r} is finished")
     model_id = f"{session_id}:train:{model_seq_id}"
-    if isinstance(wanted, CodecError):
-        asked = CreateModel(base_model=str(fields.get("base_model") or ""))
-        entry = entries.of_refusal(tenant, model_id, 0, str(wanted), wanted.field, sent)
-    else:
+    try:
+        if isinstance(wanted, CodecError):
+            raise wanted
         asked = wanted
         entry = entries.of_op(tenant, model_id, 0, wanted)
+    except CodecError as error:
+        asked = CreateModel(base_model=str(fields.get("base_model") or ""))
+        entry = entries.of_refusal(tenant, model_id, 0, str(error), error.field, sent)
     row = ModelRow(
         tenant=tenant,
         session_id=session_id,

@@ -151,6 +151,18 @@ async def test_a_submission_that_cannot_be_understood_uses_up_its_number_and_nam
     await (await alice.attach(model_id, 2).optim_step()).result(WAIT_S)
 
 
+async def test_a_model_whose_id_is_too_long_for_the_broker_is_dropped_and_harms_nobody(
+    alice: Client, intake: Intake, service: Service, model_id: str
+) -> None:
+    """The broker takes the publish, and would hang up on the server that names the model in a longer subject."""
+    await publish(
+        service, "x" * 3900, b'{"seq_id": 0, "op": {"type": "create_model", "base_model": "tiny"}}', JSON
+    )
+    model = await alice.create_model(model_id, base_model="tiny", lora=LORA)
+    await (await model.optim_step()).result(WAIT_S)
+    assert intake.dropped == 1
+
+
 async def test_a_submission_without_a_number_is_dropped_and_counted(
     alice: Client, intake: Intake, service: Service, model_id: str
 ) -> None:

@@ -7,8 +7,9 @@ import asyncio
 import httpx
 import pytest
 
+from tests.runtime.ingress.checkpoints import put
 from tests.runtime.ingress.conftest import PROTOBUF, Wire, client, sdk_body
-from tests.runtime.stand_in import Replica
+from tests.runtime.stand_in import Replica, Service
 
 POSTS = [
     *("client/config", "client/dynamic_config", "telemetry"),
@@ -17,11 +18,17 @@ POSTS = [
     *("forward_backward", "optim_step", "retrieve_future"),
     *("forward", "save_weights", "load_weights", "save_weights_for_sampler", "save_weights_external"),
     *("asample", "create_sampling_session", "retrieve_futures", "weights_info"),
+    *("copy_weights", "sessions/search", "training_runs/a/checkpoints/weights/b/publish"),
 ]
 GETS = [
     "get_server_capabilities",
     "training_runs",
+    "training_runs/a",
     "training_runs/a/checkpoints",
+    "training_runs/a/checkpoints/weights/b/archive",
+    "training_runs/a/checkpoints/external_weights/b/external_weights_urls",
+    "sessions",
+    "sessions/a",
     "checkpoints",
     "samplers/a",
 ]
@@ -65,9 +72,51 @@ async def test_a_foreign_session_is_answered_like_an_unknown_one(alice: Wire, bo
             await bob.post("session_heartbeat", {"session_id": session_id}),
             await bob.post(f"sessions/{session_id}/finish", {"reason": {"type": "success"}}),
             await bob.create_model(session_id),
+            await bob.http.get(f"/api/v1/sessions/{session_id}"),
         ]
-        assert [answer.status_code for answer in answers] == [404, 404, 404]
+        assert [answer.status_code for answer in answers] == [404] * 4
+    assert (await bob.post("sessions/search", {"session_id": session})).json()["sessions"] == []
     assert (await alice.post("session_heartbeat", {"session_id": session})).status_code == 200
+
+
+async def test_a_foreign_run_and_checkpoint_is_answered_like_an_unknown_one(
+    alice: Wire, bob: Wire, service: Service
+) -> None:
+    model = await alice.model()
+    for kind in ("weights", "external_weights"):
+        await put(service, model, f"{kind}/a")
+    for run in (model, "s-none:train:0"):
+        url = f"/api/v1/training_runs/{run}"
+        answers = [
+            await bob.http.get(url),
+            await bob.http.get(url, params={"access_scope": "accessible"}),
+            await bob.http.get(f"{url}/checkpoints"),
+            await bob.http.delete(f"{url}/checkpoints/weights/a"),
+            await bob.http.post(f"{url}/checkpoints/weights/a/publish"),
+            await bob.http.delete(f"{url}/checkpoints/weights/a/publish"),
+            await bob.http.put(f"{url}/checkpoints/weights/a/ttl", json={"ttl_seconds": 3600}),
+            await bob.http.get(f"{url}/checkpoints/weights/a/archive"),
+            await bob.http.get(f"{url}/checkpoints/external_weights/a/external_weights_urls"),
+            await bob.post("weights_info", {"tinker_path": f"tinker://{run}/weights/a"}),
+            await bob.post(
+                "copy_weights",
+                {"source_path": f"tinker://{run}/weights/a", "destination_project_id": "bob"},
+            ),
+        ]
+        for answer in answers:
+            assert answer.status_code == 404, answer.url
+            assert answer.json()["detail"].endswith("is not known")
+    listed = await bob.http.get("/api/v1/checkpoints", params={"limit": 1000})
+    assert model not in listed.text
+    assert (
+        await alice.http.delete(f"/api/v1/training_runs/{model}/checkpoints/weights/a")
+    ).status_code == 200
+
+
+async def test_a_copy_goes_into_no_session_of_another(alice: Wire, bob: Wire, service: Service) -> None:
+    path = await put(service, await bob.model(), "weights/a", "bob")
+    into = {"source_path": str(path), "session_id": await alice.session(), "model_seq_id": 0}
+    assert (await bob.post("copy_weights", into)).status_code == 404
 
 
 async def test_a_foreign_future_is_answered_like_an_unknown_one(alice: Wire, bob: Wire) -> None:
