@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from actors.contract import StepOutput, TenantConfig
+from actors.contract import PassFailed, StepOutput, TenantConfig, WindowIncomplete
 from actors.group import MegatronGroup, RequestOutput
 from actors.packing import PackedRequest, PackingConfig, pack
 from bus.blobs import BlobLost
@@ -182,6 +182,20 @@ class HandOver:
         else:
             self._run(job, self._passes.group().clear_window(entry.model_id))
             job.outcome = outcomes.step_lost(verdict.lost)
+
+
+async def answered(job: Job) -> None:
+    """Wait for the ranks' answer to a job that they have, and set its outcome from it. Raises GroupDied."""
+    assert job.ranks is not None
+    try:
+        answer = await job.ranks
+    except WindowIncomplete as error:
+        job.outcome = outcomes.step_lost(error.label)
+    except PassFailed as error:
+        job.outcome = outcomes.failed_on_ranks(error)
+    else:
+        if job.finish is not None:
+            job.outcome = job.finish(answer)
 
 
 def _name(job: Job, op: Op) -> None:

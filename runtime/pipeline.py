@@ -14,7 +14,6 @@ import math
 import time
 from collections.abc import Awaitable
 
-from actors.contract import PassFailed, WindowIncomplete
 from actors.group import GroupDied, MegatronGroup
 from bus import codec
 from bus.events import Failed, ModelUnloaded, Refused
@@ -22,7 +21,7 @@ from bus.lease import Lease, LeaseLost
 from bus.log import BodyConflict, LogEntry
 from bus.log import entry as log_entry
 from runtime import outcomes, snapshots
-from runtime.hand_over import HandOver
+from runtime.hand_over import HandOver, answered
 from runtime.job import Job
 from runtime.pace import Pace
 from runtime.recovery import Recovery
@@ -217,20 +216,14 @@ class Pipeline:
         try:
             if job.ranks is not None:
                 try:
-                    try:
-                        answer = await job.ranks
-                    finally:
-                        self._spent(job)
-                    if job.finish is not None:
-                        job.outcome = job.finish(answer)
-                except WindowIncomplete as error:
-                    job.outcome = outcomes.step_lost(error.label)
-                except PassFailed as error:
-                    job.outcome = outcomes.failed_on_ranks(error)
-                    await self._note_failure(job)
+                    await answered(job)
                 except GroupDied:
                     self.suspect = self.suspect or self._first_at_ranks()
                     raise
+                finally:
+                    self._spent(job)
+                if isinstance(job.outcome, Failed) and job.horizon is None:
+                    await self._note_failure(job)
             assert job.outcome is not None, "an operation has an outcome, or the ranks' answer gives one"
             if job.entry.seq_id is None:
                 self._accepted.pop(job.entry.model_id, None)
