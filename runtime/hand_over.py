@@ -76,6 +76,10 @@ class HandOver:
         """The model's state is lost; its operations fail with `because`."""
         self._lost_models[model_id] = because
 
+    def end(self, model_id: str) -> None:
+        """The model ended in an earlier life."""
+        self._ended.add(model_id)
+
     def flush(self) -> None:
         """Hand to the ranks whatever had its turn."""
         self._passes.flush()

@@ -20,7 +20,7 @@ from bus.events import Failed, ModelUnloaded, Refused
 from bus.lease import Lease, LeaseLost
 from bus.log import BodyConflict, LogEntry
 from bus.log import entry as log_entry
-from runtime import outcomes, snapshots
+from runtime import outcomes, snapshots, upkeep
 from runtime.hand_over import HandOver, answered
 from runtime.job import Job
 from runtime.pace import Pace
@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 DEPTH = 8
 """Operations between their turn and their result at a time. Two keep the ranks busy; of more, requests may go in one
 pass, and slow publishing is absorbed."""
+DROP_EVERY_S = 600.0
+"""How often to look for models that ended and whose results have expired."""
 
 
 class Pipeline:
@@ -99,6 +101,7 @@ class Pipeline:
                 tasks.create_task(self._watch_gaps())
                 tasks.create_task(self._report_replay())
                 tasks.create_task(self._watch_end())
+                tasks.create_task(self._drop_ended())
                 await self._take_turns(tasks)
         except ExceptionGroup as failures:
             if lost := failures.subgroup(LeaseLost):
@@ -281,6 +284,15 @@ class Pipeline:
         except BodyConflict:
             return  # it came after all, just now
         log.warning("model %s: %s", model_id, error)
+
+    async def _drop_ended(self) -> None:
+        """What stands on the log and in the ledger of models that ended goes after their results."""
+        await self.caught_up.wait()
+        while True:
+            for model_id in await patiently(lambda: upkeep.over(self._s)):
+                await self._lease.confirm()
+                await patiently(lambda m=model_id: upkeep.drop(self._s, m))  # type: ignore[misc]
+            await asyncio.sleep(min(DROP_EVERY_S, self._s.settings.results.ttl_s))
 
     async def _watch_end(self) -> None:
         while True:
