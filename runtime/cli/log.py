@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 log = typer.Typer(
     name="log",
-    help="Look into the log: its models, one operation, one model as it goes on; verify it.",
+    help="Look into the log: its models, one operation, one model as it goes on; verify and trim it.",
     no_args_is_help=True,
 )
 
