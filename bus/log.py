@@ -227,6 +227,11 @@ class OpsLog:
         """Remove what is stored apart of a model that has ended and will not be replayed. Idempotent."""
         await scan.purge(self._bus, subjects.BLOB_STREAM, subjects.blobs(self.group, model_id))
 
+    async def drop(self, model_id: str) -> None:
+        """Remove all that stands here of a model that has ended and whose results have expired. Idempotent."""
+        await self.forget(model_id)
+        await scan.purge(self._bus, subjects.OPS_STREAM, self._filter_of(model_id))
+
     async def forget_all(self, ended: Collection[str]) -> None:
         """`forget` every one of these models that still has anything."""
         stored = await scan.subjects_of(self._bus, subjects.BLOB_STREAM, subjects.blobs(self.group))

@@ -37,15 +37,24 @@ def fingerprint(group: GroupConfig, packing: PackingConfig) -> dict[str, str]:
     }
 
 
+def changes(kept: dict[str, str], now: dict[str, str]) -> dict[str, str]:
+    """What differs: its name, and both values in words."""
+    names = sorted(kept.keys() | now.keys())
+    return {
+        name: f"{name} was {kept.get(name)} and is {now.get(name)}"
+        for name in names
+        if kept.get(name) != now.get(name)
+    }
+
+
 def compare(kept: dict[str, str], now: dict[str, str], *, accept_new_bits: bool) -> list[str]:
     """What differs, in words. Raises FingerprintDiffers where that cannot be gone on from, or was not accepted."""
-    names = sorted(kept.keys() | now.keys())
-    changed = [name for name in names if kept.get(name) != now.get(name)]
-    words = [f"{name} was {kept.get(name)} and is {now.get(name)}" for name in changed]
+    changed = changes(kept, now)
+    words = list(changed.values())
     for name in FIXED:
         if name in changed:
             raise FingerprintDiffers(
-                f"the snapshots are of another {name}: {words[changed.index(name)]}; "
+                f"the snapshots are of another {name}: {changed[name]}; "
                 f"go on with the old {name}, or start on another data folder"
             )
     if changed and not accept_new_bits:

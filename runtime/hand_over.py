@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from actors.contract import StepOutput, TenantConfig
+from actors.contract import PassFailed, StepOutput, TenantConfig, WindowIncomplete
 from actors.group import MegatronGroup, RequestOutput
 from actors.packing import PackedRequest, PackingConfig, pack
 from bus.blobs import BlobLost
@@ -80,6 +80,10 @@ class HandOver:
     def together(self) -> contextlib.AbstractContextManager[None]:
         """Turns of one model that begin in this context go to the ranks as one pass, where they can."""
         return self._passes.together()
+
+    def end(self, model_id: str) -> None:
+        """The model ended in an earlier life."""
+        self._ended.add(model_id)
 
     def flush(self) -> None:
         """Hand to the ranks whatever had its turn."""
@@ -187,6 +191,20 @@ class HandOver:
         else:
             self._run(job, self._passes.group().clear_window(entry.model_id))
             job.outcome = outcomes.step_lost(verdict.lost)
+
+
+async def answered(job: Job) -> None:
+    """Wait for the ranks' answer to a job that they have, and set its outcome from it. Raises GroupDied."""
+    assert job.ranks is not None
+    try:
+        answer = await job.ranks
+    except WindowIncomplete as error:
+        job.outcome = outcomes.step_lost(error.label)
+    except PassFailed as error:
+        job.outcome = outcomes.failed_on_ranks(error)
+    else:
+        if job.finish is not None:
+            job.outcome = job.finish(answer)
 
 
 def _name(job: Job, op: Op) -> None:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 from bus.broker_folder import find_running
-from bus.connection import BrokerError, Credentials, connect
+from bus.connection import BrokerError, Bus, Credentials, connect
 from bus.embedded import EmbeddedBroker
 from runtime.config import Settings
 from runtime.log_view import LogView
@@ -21,13 +21,20 @@ async def opened(settings: Settings, *, waits: bool = False) -> AsyncIterator[Lo
     Where no service runs on the data folder, its broker is started for as long as the context lasts, unless the
     caller `waits` for what a service would write. Raises BrokerError and NotThere, each with one clear line.
     """
-    with _broker(settings, waits=waits) as (url, credentials):
+    async with connected(settings, waits=waits) as bus:
+        yield await LogView.open(bus, GROUP)
+
+
+@contextlib.asynccontextmanager
+async def connected(settings: Settings, *, waits: bool = False) -> AsyncIterator[Bus]:
+    """The broker of a service with these settings, as `opened` finds it."""
+    with broker(settings, waits=waits) as (url, credentials):
         async with await connect(url, credentials, name="log") as bus:
-            yield await LogView.open(bus, GROUP)
+            yield bus
 
 
 @contextlib.contextmanager
-def _broker(settings: Settings, *, waits: bool) -> Iterator[tuple[str, Credentials | None]]:
+def broker(settings: Settings, *, waits: bool = False) -> Iterator[tuple[str, Credentials | None]]:
     nats = settings.nats
     if nats.url is not None:
         yield nats.url, Credentials(nats.user, nats.password or "") if nats.user else None

@@ -14,15 +14,14 @@ import math
 import time
 from collections.abc import Awaitable
 
-from actors.contract import PassFailed, WindowIncomplete
 from actors.group import GroupDied, MegatronGroup
 from bus import codec
 from bus.events import Failed, ModelUnloaded, Refused
 from bus.lease import Lease, LeaseLost
 from bus.log import BodyConflict, LogEntry
 from bus.log import entry as log_entry
-from runtime import outcomes, snapshots
-from runtime.hand_over import HandOver
+from runtime import outcomes, snapshots, upkeep
+from runtime.hand_over import HandOver, answered
 from runtime.job import Job
 from runtime.pace import Pace
 from runtime.passes import MOST_TOGETHER
@@ -40,6 +39,8 @@ DEPTH = 16
 """Operations between their turn and their result at a time. Two keep the ranks busy; of more, requests may go in one
 pass, and slow publishing is absorbed."""
 PASSES = ("forward", "forward_backward")
+DROP_EVERY_S = 600.0
+"""How often to look for models that ended and whose results have expired."""
 
 
 class Pipeline:
@@ -102,6 +103,7 @@ class Pipeline:
                 tasks.create_task(self._watch_gaps())
                 tasks.create_task(self._report_replay())
                 tasks.create_task(self._watch_end())
+                tasks.create_task(self._drop_ended())
                 await self._take_turns(tasks)
         except ExceptionGroup as failures:
             if lost := failures.subgroup(LeaseLost):
@@ -237,20 +239,14 @@ class Pipeline:
         try:
             if job.ranks is not None:
                 try:
-                    try:
-                        answer = await job.ranks
-                    finally:
-                        self._spent(job)
-                    if job.finish is not None:
-                        job.outcome = job.finish(answer)
-                except WindowIncomplete as error:
-                    job.outcome = outcomes.step_lost(error.label)
-                except PassFailed as error:
-                    job.outcome = outcomes.failed_on_ranks(error)
-                    await self._note_failure(job)
+                    await answered(job)
                 except GroupDied:
                     self.suspect = self.suspect or self._first_at_ranks()
                     raise
+                finally:
+                    self._spent(job)
+                if isinstance(job.outcome, Failed) and job.horizon is None:
+                    await self._note_failure(job)
             assert job.outcome is not None, "an operation has an outcome, or the ranks' answer gives one"
             if job.entry.seq_id is None:
                 self._accepted.pop(job.entry.model_id, None)
@@ -308,6 +304,15 @@ class Pipeline:
         except BodyConflict:
             return  # it came after all, just now
         log.warning("model %s: %s", model_id, error)
+
+    async def _drop_ended(self) -> None:
+        """What stands on the log and in the ledger of models that ended goes after their results."""
+        await self.caught_up.wait()
+        while True:
+            for model_id in await patiently(lambda: upkeep.over(self._s)):
+                await self._lease.confirm()
+                await patiently(lambda m=model_id: upkeep.drop(self._s, m))  # type: ignore[misc]
+            await asyncio.sleep(min(DROP_EVERY_S, self._s.settings.results.ttl_s))
 
     async def _watch_end(self) -> None:
         while True:

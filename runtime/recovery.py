@@ -39,6 +39,8 @@ class Recovery:
             model_id = str(key)
             if row.status == "unloaded":
                 done_with.add(model_id)
+                sequencer.end(model_id)
+                hand_over.end(model_id)
             elif row.status == "live":
                 await self._resume_model(model_id, row, sequencer, hand_over)
         return done_with

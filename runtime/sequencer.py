@@ -44,7 +44,7 @@ class _Lane:
     """Entries at log positions below this one fail for `lost`."""
 
     def runnable(self) -> bool:
-        return self.next_seq in self.waiting or self.end is not None
+        return self.next_seq in self.waiting or self.end is not None or (self.ended and bool(self.waiting))
 
     def next(self) -> LogEntry:
         """Of a runnable lane, the entry whose turn it is."""
@@ -79,7 +79,7 @@ class Sequencer:
         lane.tenant = entry.tenant
         if entry.seq_id is None:
             lane.end = entry
-        elif entry.seq_id >= lane.next_seq:
+        elif entry.seq_id >= lane.next_seq or lane.ended:  # nothing of an ended model waits for another number
             lane.waiting[entry.seq_id] = entry
         if lane.runnable():
             self._fair.add(lane.tenant, entry.model_id)
@@ -96,9 +96,9 @@ class Sequencer:
         return turn
 
     def ahead(self, model_id: str) -> LogEntry | None:
-        """The entry that would have the model's next turn; None where it waits for a number, or for none."""
+        """The entry that would have the model's next turn; None where it waits for a number, for none, or has ended."""
         lane = self._lanes.get(model_id)
-        return None if lane is None else lane.waiting.get(lane.next_seq)
+        return None if lane is None or lane.ended else lane.waiting.get(lane.next_seq)
 
     def follow(self, model_id: str) -> Turn:
         """The model's next turn out of its rotation, right behind one that it had. For a model that is not held."""
@@ -113,6 +113,8 @@ class Sequencer:
         self._fair.charge(tenant, seconds)
 
     def _take(self, lane: _Lane) -> Turn:
+        if lane.ended and lane.waiting:
+            return Turn(lane.waiting.pop(min(lane.waiting)))
         entry = lane.waiting.pop(lane.next_seq, None)
         if entry is None:
             return self._end(lane)
@@ -149,10 +151,16 @@ class Sequencer:
         """Go on where a snapshot was taken. Before any entry of the model is offered."""
         self._lanes[model_id] = _Lane(next_seq=state.next_seq, lost=state.lost, lost_before=state.lost_before)
 
+    def end(self, model_id: str) -> None:
+        """The model ended in an earlier life. Before any entry of it is offered."""
+        self._lanes[model_id] = _Lane(ended=True)
+
     def taken(self, model_id: str, seq_id: int | None) -> bool:
-        """Whether the number has had its turn, in this life or before the snapshot."""
+        """Whether the number has had its turn, in this life or before the snapshot. What comes again to a model that
+        has ended, and is dropped, has a turn of its own.
+        """
         lane = self._lanes.get(model_id)
-        return lane is not None and seq_id is not None and seq_id < lane.next_seq
+        return lane is not None and not lane.ended and seq_id is not None and seq_id < lane.next_seq
 
     def ready_up_to(self, position: int) -> bool:
         """Whether an entry at or before a position of the log could have its turn now. O(models)."""
@@ -168,7 +176,7 @@ class Sequencer:
         return {
             model_id: lane.next_seq
             for model_id, lane in self._lanes.items()
-            if lane.waiting and lane.next_seq not in lane.waiting
+            if lane.waiting and lane.next_seq not in lane.waiting and not lane.ended
         }
 
     def depth(self) -> dict[str, int]:

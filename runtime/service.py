@@ -73,7 +73,7 @@ def running(settings: Settings, say: Callable[[str], None]) -> Iterator[Endpoint
         nats_url, credentials = stack.enter_context(_broker(settings, data, keys, say))
         asyncio.run(_announce_start(nats_url, credentials, settings))
         say("starting Ray")
-        gpus = stack.enter_context(_ray(data))
+        gpus = stack.enter_context(ray_running(data))
         port = settings.http.port or _free_port(settings.http.host)
         say("starting the deployments")
         stack.enter_context(_serve(settings, keys, nats_url, credentials, port=port, gpus=gpus))
@@ -102,7 +102,7 @@ def _broker(
 
 
 @contextlib.contextmanager
-def _ray(data: Path) -> Iterator[bool]:
+def ray_running(data: Path) -> Iterator[bool]:
     """The cluster in RAY_ADDRESS, or a Ray of our own; whether it has GPUs. `data` gets its logs when we fail."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")

@@ -67,6 +67,13 @@ class Snapshots:
         for left in folder.glob(f"*/{_ASIDE}*"):
             shutil.rmtree(left)
 
+    @classmethod
+    def to_read(cls, folder: Path) -> Snapshots:
+        """Those that somebody else keeps, who may be writing one now: nothing is touched."""
+        kept = cls.__new__(cls)
+        kept._folder = folder
+        return kept
+
     def begin(self, model_id: str) -> Path:
         """A fresh folder for the ranks' files."""
         aside = self._of(model_id) / f"{_ASIDE}{os.urandom(6).hex()}"

@@ -4,50 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from runtime.cli.log_options import (
+    Config,
+    Data,
+    Json,
+    Model,
+    Nats,
+    errors_in_a_line,
+    plain,
+    print_json,
+    settings_of,
+)
+
 if TYPE_CHECKING:
-    from runtime.config import Settings
     from runtime.log_view import EntryLine, ModelLine, Operation, ResultLine
 
 log = typer.Typer(
     name="log",
-    help="Look into the log: its models, one operation, one model as it goes on.",
+    help="Look into the log: its models, one operation, one model as it goes on; verify and trim it.",
     no_args_is_help=True,
 )
-
-Data = Annotated[
-    str | None, typer.Option("--data", help="Data folder of the service, as `up` takes it.", metavar="DIR")
-]
-Nats = Annotated[
-    str | None, typer.Option("--nats", help="The broker, where it is one of your own.", metavar="URL")
-]
-Config = Annotated[
-    Path | None,
-    typer.Option("--config", help="Settings as TOML; [nats] has user and password.", metavar="FILE"),
-]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
-
-
-def _id(text: str) -> str:
-    if not text:
-        typer.echo("tinkerbus: MODEL is '': expected a model's id", err=True)
-        raise typer.Exit(1)
-    return text
-
-
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="A model's id.", callback=_id)]
 
 
 @log.command()
 def models(data: Data = None, nats: Nats = None, config: Config = None, json: Json = False) -> None:
     """List the models: whose they are, where they stand on the log, how far their results go."""
-    settings = _settings(data, nats, config)
-    with _errors_in_a_line():
+    settings = settings_of(data, nats, config)
+    with errors_in_a_line():
         from runtime.log_source import opened
 
         async def look() -> list[ModelLine]:
@@ -56,7 +43,7 @@ def models(data: Data = None, nats: Nats = None, config: Config = None, json: Js
 
         found = asyncio.run(look())
         if json:
-            _print_json(found)
+            print_json(found)
         else:
             _print_models(found)
 
@@ -72,9 +59,9 @@ def show(
     json: Json = False,
 ) -> None:
     """Show one operation, with shapes in place of tensors, its ledger row and its result."""
-    settings = _settings(data, nats, config)
+    settings = settings_of(data, nats, config)
     number = None if seq == "end" else _number("SEQ", seq, 0, ', or "end" for unload_model')
-    with _errors_in_a_line():
+    with errors_in_a_line():
         from runtime.log_source import opened
 
         async def look() -> Operation:
@@ -83,7 +70,7 @@ def show(
 
         found = asyncio.run(look())
         if json:
-            _print_json([found])
+            print_json([found])
         else:
             _print_operation(found)
 
@@ -103,9 +90,9 @@ def follow(
     json: Json = False,
 ) -> None:
     """Print a line for each of a model's operations and results as they come, until Ctrl-C."""
-    settings = _settings(data, nats, config)
+    settings = settings_of(data, nats, config)
     position = None if start is None else _number("--from", start, 1)
-    with contextlib.suppress(KeyboardInterrupt), _errors_in_a_line():
+    with contextlib.suppress(KeyboardInterrupt), errors_in_a_line():
         from runtime.log_source import opened
 
         async def look() -> None:
@@ -115,23 +102,11 @@ def follow(
             ):
                 async for line in lines:
                     if json:
-                        _print_json([line])
+                        print_json([line])
                     else:
                         _print_line(line)
 
         asyncio.run(look())
-
-
-def _settings(data: str | None, nats: str | None, config: Path | None) -> Settings:
-    from runtime.config import load
-    from runtime.settings_reader import SettingsError
-
-    given = {"data": data, "nats.url": nats}
-    try:
-        return load(config, overrides={name: value for name, value in given.items() if value is not None})
-    except SettingsError as error:
-        typer.echo(f"tinkerbus: {error}", err=True)
-        raise typer.Exit(2) from None
 
 
 def _number(name: str, text: str, least: int, otherwise: str = "") -> int:
@@ -139,25 +114,6 @@ def _number(name: str, text: str, least: int, otherwise: str = "") -> int:
         return int(text)
     typer.echo(f"tinkerbus: {name} is {text!r}: expected a number of {least} or more{otherwise}", err=True)
     raise typer.Exit(1)
-
-
-@contextlib.contextmanager
-def _errors_in_a_line() -> Iterator[None]:
-    from bus.errors import BrokerError, CodecError
-    from runtime.log_view import NotThere
-
-    try:
-        yield
-    except (BrokerError, CodecError, NotThere) as error:
-        typer.echo(f"tinkerbus: {error}", err=True)
-        raise typer.Exit(1) from None
-
-
-def _print_json(rows: Iterable[object]) -> None:
-    import msgspec
-
-    for row in rows:
-        print(msgspec.json.encode(row).decode(), flush=True)
 
 
 def _print_models(found: list[ModelLine]) -> None:
@@ -184,7 +140,7 @@ def _print_models(found: list[ModelLine]) -> None:
             line.last_result,
             line.trimmed_below,
         )
-        table.add_row(*(Text("-" if cell is None else _plain(cell)) for cell in cells))
+        table.add_row(*(Text("-" if cell is None else plain(cell)) for cell in cells))
     console = Console()
     if not console.is_terminal:
         console.width = 200
@@ -210,7 +166,7 @@ def _print_operation(found: Operation) -> None:
             rows.append((name, missing[name]))
     width = max(len(name) for name, _ in rows)
     for name, text in rows:
-        print(f"{_plain(name):<{width}}  {_plain(text)}")
+        print(f"{plain(name):<{width}}  {plain(text)}")
 
 
 def _print_line(line: EntryLine | ResultLine) -> None:
@@ -220,9 +176,4 @@ def _print_line(line: EntryLine | ResultLine) -> None:
         head = f"{line.position:>8}  {line.request_id}  {line.verb}  {line.bytes} bytes"
     else:
         head = f"{'->':>8}  {line.request_id}  {line.type}  {line.bytes} bytes"
-    print(_plain(f"{head}  {line.says}".rstrip()), flush=True)
-
-
-def _plain(value: object) -> str:
-    """Text without characters that a terminal would act on: ids and errors are written by clients."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(value))
+    print(plain(f"{head}  {line.says}".rstrip()), flush=True)

@@ -9,6 +9,8 @@ from runtime.cli.demo import demo
 from runtime.cli.gates import gates
 from runtime.cli.keys import keys
 from runtime.cli.log import log
+from runtime.cli.log_trim import trim as _trim  # noqa: F401 - adds itself to `log`
+from runtime.cli.log_verify import verify as _verify  # noqa: F401 - adds itself to `log`
 from runtime.cli.up import up
 
 app = typer.Typer(

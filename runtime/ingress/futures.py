@@ -65,6 +65,8 @@ async def _gone(deps: Deps, row: ModelRow, request_id: str) -> bool:
     model_id, seq_id = parse_request_id(request_id)
     if await deps.ledger.find(model_id, seq_id) is not None:
         return True
+    if row.status == "unloaded":
+        return True  # all that was sent before its end has had its result; the log and the ledger drop it in time
     if await deps.log.holds(model_id, seq_id):
         return False
     if row.status in ("creating", "live"):

@@ -194,3 +194,21 @@ def test_what_goes_along_with_a_turn_is_the_models_next_number_and_leaves_the_ro
     assert drained(sequencer) == [("n", 0, None)]
     sequencer.offer(entry("m", 3, 6))
     assert drained(sequencer) == [("m", 3, None), ("m", 4, None)]
+
+
+def test_what_comes_after_a_models_end_has_its_turn_at_once_whatever_its_number() -> None:
+    sequencer = offered(entry("m", 0, 1), entry("m", None, 2))
+    assert drained(sequencer) == [("m", 0, None), ("m", None, None)]
+    assert not sequencer.taken("m", 0)
+    for number in (0, 7):
+        sequencer.offer(entry("m", number, 3 + number))
+    assert sequencer.missing() == {}
+    assert drained(sequencer) == [("m", 0, None), ("m", 7, None)]
+
+
+def test_so_it_is_for_a_model_that_ended_in_an_earlier_life() -> None:
+    sequencer = Sequencer()
+    sequencer.end("m")
+    sequencer.offer(entry("m", 4, 9))
+    sequencer.offer(entry("m", None, 10))
+    assert drained(sequencer) == [("m", 4, None), ("m", None, None)]
