@@ -8,6 +8,7 @@ from runtime.cli.bench import bench
 from runtime.cli.demo import demo
 from runtime.cli.gates import gates
 from runtime.cli.log import log
+from runtime.cli.losses import losses
 from runtime.cli.up import up
 
 app = typer.Typer(
@@ -21,6 +22,7 @@ app.command()(up)
 app.command()(demo)
 app.command()(bench)
 app.command()(gates)
+app.command()(losses)
 app.add_typer(log)
 
 
