@@ -20,9 +20,22 @@ class InputError(ValueError):
         return f"{self.field}: {self.message}"
 
 
+NOT_SERVED = {
+    "stable_reinforce": "it needs records of the sampler that this server does not keep; ",
+    "custom": "uploaded loss graphs are not run here; use forward_backward_custom, which computes the loss at the "
+    "client, or install a plug-in at the server; ",
+}
+"""Losses of the Tinker API that this server does not have, and why."""
+
+
 class UnknownLoss(InputError):
     """No loss of this name is registered."""
 
     def __init__(self, name: str, known: Iterable[str]) -> None:
-        InputError.__init__(self, f"unknown loss {name!r}; known are {', '.join(known)}", "loss.name")
+        first = (
+            f"loss {name!r} is not served: {NOT_SERVED[name]}"
+            if name in NOT_SERVED
+            else f"unknown loss {name!r}; "
+        )
+        InputError.__init__(self, f"{first}known are {', '.join(known)}", "loss.name")
         self.args = (name, tuple(known))

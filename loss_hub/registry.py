@@ -1,7 +1,8 @@
 """Losses by name: how one is declared, and how a request finds it.
 
 A loss is a pure function `(logprobs, batch, config) -> LossTerms` over the flat tokens of one microbatch. It
-is a sum: no mean, no clamp, no mask unless its definition says so.
+is a sum: no mean, no clamp, no mask unless its definition says so. Losses that other packages bring are found at the
+first question for a name; see `loss_hub.plugins`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 from loss_hub.batch import BatchInputs
 from loss_hub.config import NoConfig, check_config_type
 from loss_hub.errors import UnknownLoss
+from loss_hub.plugins import Plugins
 from loss_hub.specs import ADVANTAGES, TARGETS, WEIGHTS, InputSpec
 
 
@@ -54,6 +56,7 @@ class Loss:
 
 
 _LOSSES: dict[str, Loss] = {}
+_PLUGINS = Plugins()
 
 
 def loss(
@@ -70,7 +73,10 @@ def loss(
     its terms there are dropped. Raises ValueError when the name is taken, TypeError for an unusable config.
     """
     if name in _LOSSES:
-        raise ValueError(f"a loss named {name!r} is registered already")
+        there = _LOSSES[name].function
+        raise ValueError(
+            f"a loss named {name!r} is registered already: {there.__module__}.{there.__qualname__}"
+        )
     if TARGETS.name not in {spec.name for spec in inputs}:
         raise ValueError(f"the loss {name!r} must take {TARGETS.name}")
     check_config_type(config)
@@ -84,6 +90,7 @@ def loss(
 
 def get(name: str) -> Loss:
     """The loss of this name. Raises UnknownLoss, which lists the known ones."""
+    _PLUGINS.into(_LOSSES)
     try:
         return _LOSSES[name]
     except KeyError:
@@ -91,8 +98,14 @@ def get(name: str) -> Loss:
 
 
 def names() -> tuple[str, ...]:
-    """Every registered name, in alphabetical order."""
+    """Every registered name, those of plug-ins too, in alphabetical order."""
+    _PLUGINS.into(_LOSSES)
     return tuple(sorted(_LOSSES))
+
+
+def left_out() -> tuple[str, ...]:
+    """Plug-ins that cannot be used, one sentence each that says why."""
+    return _PLUGINS.into(_LOSSES)
 
 
 def _selection_by(inputs: tuple[InputSpec, ...]) -> Selection:

@@ -21,6 +21,7 @@ from bus.errors import BrokerError, NewerFormat
 from bus.lease import Lease
 from bus.log import LogEntry
 from bus.tables import GroupRow
+from loss_hub import left_out
 from runtime import base_model, fingerprint
 from runtime.config import Settings
 from runtime.fingerprint import FingerprintDiffers
@@ -84,6 +85,8 @@ class Dispatcher:
         Raises LeaseLost; FingerprintDiffers and NewerFormat where there are snapshots that this service must not use.
         """
         log.info("acting for group %s with epoch %d", self._name, lease.epoch)
+        for sentence in left_out():
+            log.warning("%s", sentence)
         died_before = False
         recovers = bool(lease.predecessor)
         while True:

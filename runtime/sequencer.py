@@ -79,7 +79,9 @@ class Sequencer:
         lane.tenant = entry.tenant
         if entry.seq_id is None:
             lane.end = entry
-        elif entry.seq_id >= lane.next_seq or lane.ended:  # nothing of an ended model waits for another number
+        elif (
+            entry.seq_id >= lane.next_seq or lane.ended
+        ):  # nothing of an ended model waits for another number
             lane.waiting[entry.seq_id] = entry
         if lane.runnable():
             self._fair.add(lane.tenant, entry.model_id)

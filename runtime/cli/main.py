@@ -11,6 +11,7 @@ from runtime.cli.keys import keys
 from runtime.cli.log import log
 from runtime.cli.log_trim import trim as _trim  # noqa: F401 - adds itself to `log`
 from runtime.cli.log_verify import verify as _verify  # noqa: F401 - adds itself to `log`
+from runtime.cli.losses import losses
 from runtime.cli.up import up
 
 app = typer.Typer(
@@ -24,6 +25,7 @@ app.command()(up)
 app.command()(demo)
 app.command()(bench)
 app.command()(gates)
+app.command()(losses)
 app.add_typer(log)
 app.add_typer(keys)
 

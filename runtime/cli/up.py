@@ -62,6 +62,11 @@ def up(
         typer.echo(f"tinkerbus: {error}", err=True)
         raise typer.Exit(2) from None
 
+    from loss_hub import left_out
+
+    for sentence in left_out():
+        typer.echo(f"tinkerbus: {sentence}", err=True)
+
     from bus.connection import BrokerError
     from runtime.keys import KeyFileError
     from runtime.service import Endpoints, StartFailed, run

@@ -42,9 +42,19 @@ def dro(lp_N: Array, q_N: Array, a_N: Array, config: Mapping[str, float]) -> Ter
     return -(lp_N * a_N - 0.5 * beta * gap_N**2), -(a_N - beta * gap_N)
 
 
+def gspo(lp_N: Array, q_N: Array, a_N: Array, config: Mapping[str, float]) -> Terms:
+    """−min(s·A, clamp(s)·A), s = exp(mean(lp − q)) of the sequence; each token's derivative is by its own logprob."""
+    s_N = np.full_like(lp_N, np.exp(np.mean(lp_N - q_N)))
+    clamped_N = np.clip(s_N, config["clip_low_threshold"], config["clip_high_threshold"])
+    flows_N = s_N * a_N <= clamped_N * a_N
+    return -np.minimum(s_N * a_N, clamped_N * a_N), np.where(flows_N, -s_N * a_N, 0.0)
+
+
 CLOSED_FORMS: dict[str, Callable[[Array, Array, Array, Mapping[str, float]], Terms]] = {
     "importance_sampling": importance_sampling,
     "ppo": ppo,
     "cispo": cispo,
     "dro": dro,
+    "gspo": gspo,
 }
+"""Of one datum each; `gspo` with a mask of ones."""

@@ -53,15 +53,16 @@ def supervised(batch: Sequence[Example]) -> list[types.Datum]:
 
 
 def rollouts(
-    batch: Sequence[Example], logprobs: Sequence[Array], advantages: Sequence[Array]
+    batch: Sequence[Example], logprobs: Sequence[Array], advantages: Sequence[Array], loss: str = ""
 ) -> list[types.Datum]:
-    """For the losses of policy gradients."""
+    """For the losses of policy gradients; for `gspo` every token is in its sequence's ratio."""
     return [
         datum(
             e.tokens_N,
             target_tokens=e.targets_N,
             logprobs=q.astype(np.float32),
             advantages=a.astype(np.float32),
+            **({"sequence_ratio_mask": np.ones_like(a, np.float32)} if loss == "gspo" else {}),
         )
         for e, q, a in zip(batch, logprobs, advantages, strict=True)
     ]

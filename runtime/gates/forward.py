@@ -15,9 +15,10 @@ from runtime.gates.scale import WINDOW
 def forward_equals(lab: Lab) -> None:
     model = lab.warm_model()
     scored = model.forward(PROBE)
-    ratios = rollouts(WINDOW, shifted(scored.logprobs), advantages(WINDOW))
     for loss in ("cross_entropy", *ratio_losses()):
-        data = PROBE if loss == "cross_entropy" else ratios
+        data = PROBE
+        if loss != "cross_entropy":
+            data = rollouts(WINDOW, shifted(scored.logprobs), advantages(WINDOW), loss)
         try:
             forward = model.forward(data, loss)
         except tinker.RequestFailedError:

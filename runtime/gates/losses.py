@@ -34,6 +34,10 @@ CONFIGS: dict[str, tuple[dict[str, float], ...]] = {
         {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
     ),
     "dro": ({"beta": 0.05}, {"beta": 0.5}),
+    "gspo": (
+        {"clip_low_threshold": 0.5, "clip_high_threshold": 2.0},
+        {"clip_low_threshold": 0.8, "clip_high_threshold": 1.05},
+    ),
 }
 """Defaults are left to the server where the documentation states none."""
 
@@ -57,7 +61,7 @@ def ratio_loss(lab: Lab, *, loss: str) -> None:
     for config in CONFIGS[loss]:
         model = lab.warm_model()
         q, a = shifted(model.forward(PROBE).logprobs), advantages(WINDOW)
-        answer = model.forward_backward(rollouts(WINDOW, q, a), loss, config or None)
+        answer = model.forward_backward(rollouts(WINDOW, q, a, loss), loss, config or None)
         window = lab.ended(model, [answer])
         form = CLOSED_FORMS[loss]
         found = [

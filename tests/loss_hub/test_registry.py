@@ -27,7 +27,21 @@ def test_the_built_in_losses_are_there() -> None:
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(UnknownLoss, match="cispo, cross_entropy, dro, gspo, importance_sampling, ppo"):
-        get("stable_reinforce")
+        get("reinforce")
+
+
+@pytest.mark.parametrize(
+    ("name", "because"),
+    [
+        ("stable_reinforce", "it needs records of the sampler that this server does not keep; known are"),
+        ("custom", "uploaded loss graphs are not run here; use forward_backward_custom"),
+    ],
+)
+def test_losses_of_the_tinker_api_that_are_not_served_are_refused_with_the_reason(name, because) -> None:
+    with pytest.raises(UnknownLoss) as caught:
+        get(name)
+    assert str(caught.value).startswith(f"loss.name: loss {name!r} is not served: {because}")
+    assert "importance_sampling" in str(caught.value)
 
 
 @pytest.mark.usefixtures("own_registry")

@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from loss_hub import registry
+from loss_hub.plugins import Plugins
 from runtime.cli.main import app
+from tests.support import plugins
 
 HEAVY = ("torch", "ray", "megatron", "transformers", "fastapi", "nats", "numpy", "pydantic", "uvicorn")
 
@@ -39,6 +42,25 @@ def test_a_taken_port_is_named_before_anything_starts(tmp_path: Path) -> None:
     assert line.startswith(
         f"tinkerbus: http.port {port} on 127.0.0.1 cannot be listened on (Address already in use)"
     )
+
+
+def test_a_broken_loss_plug_in_is_named_in_a_line_and_the_start_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(plugins.install(tmp_path / "installed", "odd-loss", {"ppo": "odd_up:ppo"}))
+    monkeypatch.setattr(registry, "_LOSSES", dict(registry._LOSSES))
+    monkeypatch.setattr(registry, "_PLUGINS", Plugins())
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        result = CliRunner().invoke(app, ["up", "--port", port, "--data", str(tmp_path / "data")])
+    left_out, port_is_taken = result.stderr.strip().splitlines()
+    assert left_out == (
+        "tinkerbus: loss plug-in 'ppo' (odd_up:ppo of odd-loss) is left out: "
+        "ModuleNotFoundError: No module named 'odd_up'"
+    )
+    assert "cannot be listened on" in port_is_taken
 
 
 @pytest.mark.parametrize(
