@@ -68,7 +68,7 @@ def read(tenant: Tenant, folder: Path, *, optimizer: bool) -> Found:
 
 
 def _values(tenant: Tenant, file: TensorFile) -> list[tuple[nn.Parameter, Tensor]]:
-    return list(tenant.values(file))
+    return list(tenant.from_whole(file))
 
 
 @torch.no_grad()

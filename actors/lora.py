@@ -174,7 +174,7 @@ class Adapter(nn.Module):
             rows = size if by_rows else None
             yield Shard(f"{name}.lora_B.weight", tensor_of(b), 0 if by_rows else None, rows)
 
-    def values(self, read: Callable[..., Tensor]) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    def from_whole(self, read: Callable[..., Tensor]) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Every parameter with this rank's part of what `read` has under PEFT's names: the inverse of `shards`."""
         split = 1 if self.target.split == "columns" else None
         names, sizes = self.target.names, self.target.out_features
@@ -205,10 +205,10 @@ class AdapterSet(nn.ModuleDict):
         for adapter in self.by_path.values():
             yield from adapter.shards(tensor_of)
 
-    def values(self, read: Callable[..., Tensor]) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    def from_whole(self, read: Callable[..., Tensor]) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Every adapter's parameters with what `read` has for them."""
         for adapter in self.by_path.values():
-            yield from adapter.values(read)
+            yield from adapter.from_whole(read)
 
 
 class AdapterHost:

@@ -52,13 +52,13 @@ class Tenant:
                 found.extend(weights.shards(module, self.spec, tensor_of))
         return found
 
-    def values(self, read: weights.Read) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    def from_whole(self, read: weights.Read) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Every trained parameter with this rank's part of what `read` has: the inverse of `shards`."""
         for module in self.trained:
             if isinstance(module, AdapterSet):
-                yield from module.values(read)
+                yield from module.from_whole(read)
             else:
-                yield from weights.values(module, self.spec, read)
+                yield from weights.from_whole(module, self.spec, read)
 
     def weights(self) -> dict[str, Tensor]:
         """This rank's part of the trained weights."""

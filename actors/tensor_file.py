@@ -44,7 +44,7 @@ def write(
         for name, (dtype, shape) in described.items():
             tensor = tensor_of(name)
             assert (tensor.dtype, tuple(tensor.shape)) == (dtype, tuple(shape)), name
-            out.write(memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()))
+            out.write(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
         out.flush()
         os.fsync(out.fileno())
 

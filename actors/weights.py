@@ -168,7 +168,7 @@ def parted(entry: Entry, values: Tensor, spec: ModelSpec) -> Sequence[Tensor]:
     return values.chunk(len(entry.sources)) if entry.join == "stack" else split_qkv(values, spec)
 
 
-def values(model: GPTModel, spec: ModelSpec, read: Read) -> Iterator[tuple[nn.Parameter, Tensor]]:
+def from_whole(model: GPTModel, spec: ModelSpec, read: Read) -> Iterator[tuple[nn.Parameter, Tensor]]:
     """Every parameter of this rank's model chunk with what is read for it: the inverse of `shards`.
 
     Raises UnsupportedModel, at the end, for parameters that nothing was read for.
@@ -187,7 +187,7 @@ def load(model: GPTModel, spec: ModelSpec, folder: Path) -> None:
 
     Raises UnsupportedModel for a missing tensor or one of another shape; nothing is left unset.
     """
-    for parameter, found in values(model, spec, SafetensorsFolder(folder)):
+    for parameter, found in from_whole(model, spec, SafetensorsFolder(folder)):
         parameter.copy_(found)
 
 

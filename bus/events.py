@@ -242,13 +242,7 @@ class Failed(Event, frozen=True, tag_field="type", tag="failed"):
 
 
 Outcome: TypeAlias = (
-    ModelCreated
-    | ForwardBackwardDone
-    | OptimStepDone
-    | WeightsSaved
-    | WeightsLoaded
-    | ModelUnloaded
-    | Failed
+    ModelCreated | ForwardBackwardDone | OptimStepDone | WeightsSaved | WeightsLoaded | ModelUnloaded | Failed
 )
 
 

@@ -95,6 +95,12 @@ class SamplerRow(msgspec.Struct, frozen=True, kw_only=True):
     lora: LoraConfig | None = None
     generation: int = 0
     """Grows when the weights of an inflight sampler change."""
+    model_id: str | None = None
+    """Of the model whose weights were saved for this session alone; None for all others."""
+    seq_id: int | None = None
+    """Of the operation that saved them."""
+    inflight: bool = False
+    """Whether it goes on with the weights of the model's later inflight saves."""
     clones: int = 0
     """Clients that have joined beside the one that made it."""
 
@@ -179,8 +185,13 @@ class Table(Generic[T]):
             if new == row or await self.update(key, new, revision) is not None:
                 return
 
-    async def delete(self, key: Key) -> None:
-        await self._store(self._subject(key), b"", {_OPERATION: "DEL"}, None)
+    async def delete(self, key: Key, revision: int | None = None) -> bool:
+        """False when the row is no longer at `revision`, where one is given."""
+        try:
+            await self._store(self._subject(key), b"", {_OPERATION: "DEL"}, revision)
+        except SubjectTaken:
+            return False
+        return True
 
     async def purge(self, prefix: Key) -> None:
         """Drop every row whose key begins with the ids in `prefix`, without a trace."""

@@ -68,6 +68,11 @@ def shape(spec: ModelSpec) -> dict[str, object]:
     return facts
 
 
+def adapter(config: TenantConfig) -> AdapterConfig | None:
+    """None for a model that trains every parameter."""
+    return config if isinstance(config, AdapterConfig) else None
+
+
 def lora(config: TenantConfig) -> LoraConfig | None:
     """As tables and results say it."""
     if not isinstance(config, AdapterConfig):

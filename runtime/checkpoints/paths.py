@@ -6,7 +6,7 @@ A path is a key into the table of checkpoints and never one of a file system: wh
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast, get_args
+from typing import get_args
 
 from bus.subjects import escape
 from bus.tables import CheckpointKind
@@ -48,7 +48,7 @@ def parse(path: str) -> CheckpointPath:
         )
     if wrong := wrong_name(name):
         raise ValueError(f"path {path!r} is not a checkpoint's: {wrong}")
-    return CheckpointPath(model_id, cast(CheckpointKind, kind), name)
+    return CheckpointPath(model_id, kind, name)
 
 
 def _split(path: str) -> tuple[str, str, str]:

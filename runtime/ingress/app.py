@@ -9,11 +9,11 @@ from importlib.metadata import version
 
 from fastapi import FastAPI
 
-from runtime.ingress import client, errors, futures, models, refused, sessions, training
+from runtime.ingress import client, errors, futures, models, refused, sessions, training, weights
 from runtime.ingress.counting import CountRequests
 from runtime.ingress.deps import Deps
 
-AREAS = (client, sessions, models, training, futures, refused)
+AREAS = (client, sessions, models, training, weights, futures, refused)
 """In this order: the refused endpoints hold patterns that would catch others."""
 
 
