@@ -118,7 +118,6 @@ def test_names_owners_and_states_are_checked_and_a_refusal_changes_nothing(two_r
         "sampler_weights",
         "external_weights",
     }
-    assert exported.size_bytes > 10_000
     client.forward_backward(batch(2), "cross_entropy")
     refused = {
         "is there already": lambda: client.save_state("x"),
