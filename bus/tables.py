@@ -108,6 +108,12 @@ class SamplerRow(msgspec.Struct, frozen=True, kw_only=True):
     lora: LoraConfig | None = None
     generation: int = 0
     """Grows when the weights of an inflight sampler change."""
+    model_id: str | None = None
+    """Of the model whose weights were saved for this session alone; None for all others."""
+    seq_id: int | None = None
+    """Of the operation that saved them."""
+    inflight: bool = False
+    """Whether it goes on with the weights of the model's later inflight saves."""
     clones: int = 0
     """Clients that have joined beside the one that made it."""
 

@@ -22,6 +22,7 @@ from runtime.ingress import (
     session_views,
     sessions,
     training,
+    weights,
 )
 from runtime.ingress.counting import CountRequests
 from runtime.ingress.deps import Deps
@@ -32,6 +33,7 @@ AREAS = (
     session_views,
     models,
     training,
+    weights,
     futures,
     runs,
     checkpoints,

@@ -18,6 +18,8 @@ from bus.events import (
     ModelCreated,
     ModelUnloaded,
     OptimStepDone,
+    WeightsLoaded,
+    WeightsSaved,
     parse_request_id,
 )
 from bus.results import StoredResult
@@ -30,6 +32,8 @@ from runtime.ingress.off_loop import off_loop
 from runtime.ingress.requests import RetrieveFutureRequest
 
 router = APIRouter(prefix="/api/v1")
+
+_SAVED = ("path", "sampling_session_id", "size_bytes")
 
 
 @router.post("/retrieve_future")
@@ -85,7 +89,13 @@ def render(result: StoredResult, as_json: bool = False) -> Response:
         case OptimStepDone():
             return answer({"metrics": {name: number(value) for name, value in outcome.metrics.items()}})
         case ModelCreated():
-            return answer({"model_id": outcome.model_id, "type": "create_model"})
+            # No type: the SDK reads it as create_model's answer, or as load_weights', whichever it sent.
+            return answer({"model_id": outcome.model_id})
+        case WeightsSaved():
+            told = {field: getattr(outcome, field) for field in _SAVED}
+            return answer({field: value for field, value in told.items() if value is not None})
+        case WeightsLoaded():
+            return answer({"path": outcome.path, "model_id": outcome.model_id, "type": "load_weights"})
         case ModelUnloaded():
             return answer({"model_id": outcome.model_id, "type": "unload_model"})
         case Failed():
