@@ -22,6 +22,7 @@ from bus.publish import SubjectTaken, store
 Key: TypeAlias = str | tuple[str, ...]
 
 MODELS = "tinker_models"
+CHECKPOINTS = "tinker_checkpoints"
 
 ROOM = 200
 """What a read's own subject has before the row's."""
@@ -323,7 +324,7 @@ class Tables:
             models=await open_table(bus, MODELS, ModelRow, replicas=replicas),
             groups=await open_table(bus, "tinker_groups", GroupRow, replicas=replicas),
             backlogs=await open_table(bus, "tinker_backlogs", BacklogRow, replicas=replicas),
-            checkpoints=await open_table(bus, "tinker_checkpoints", CheckpointRow, replicas=replicas),
+            checkpoints=await open_table(bus, CHECKPOINTS, CheckpointRow, replicas=replicas),
             samplers=await open_table(bus, "tinker_samplers", SamplerRow, replicas=replicas),
             heartbeats=await open_table(bus, "tinker_heartbeats", HeartbeatRow, replicas=replicas),
         )

@@ -16,8 +16,8 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from bus.subjects import escape
+from runtime.checkpoints.paths import CheckpointPath
 from runtime.config import Settings
-from runtime.tinker_path import TinkerPath
 
 CHUNK_BYTES = 1024 * 1024
 COMPLETE = "checkpoint_complete"
@@ -30,7 +30,7 @@ def root(settings: Settings) -> str:
     return settings.checkpoints.url.rstrip("/") or str(Path(settings.data).resolve() / "checkpoints")
 
 
-def fresh(settings: Settings, path: TinkerPath, nonce: str) -> str:
+def fresh(settings: Settings, path: CheckpointPath, nonce: str) -> str:
     """A folder for a checkpoint; another `nonce` is another folder."""
     return "/".join((root(settings), escape(path.model_id), path.kind, f"{escape(path.name)}.{nonce}"))
 

@@ -58,7 +58,7 @@ def group_config(settings: Settings, folder: Path, *, gpus: bool) -> GroupConfig
     )
 
 
-def _base(settings: Settings, folder: Path) -> Base:
+def base_of(settings: Settings, folder: Path) -> Base:
     """What checkpoints are of. An adapter names what the operator calls the model, or else where it lies."""
     identity = BaseModel(
         name=settings.served_name,
@@ -78,7 +78,7 @@ class Dispatcher:
         settings = services.settings
         self._snapshots = Path(settings.data).resolve() / "snapshots" / group_name
         self._fingerprint = fingerprint.fingerprint(config, packing(settings))
-        self._base = _base(settings, folder)
+        self._base = base_of(settings, folder)
         self._pipeline: Pipeline | None = None
         self._tries: dict[str, int] = {}
         spec = spec_of(folder)

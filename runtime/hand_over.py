@@ -69,13 +69,14 @@ class HandOver:
         settings: Settings,
         group: MegatronGroup,
         whole: Callable[[LogEntry], Awaitable[LogEntry]],
-        told: Callable[[LogEntry], Awaitable[Told | None]],
-        saving: Saving,
-        loading: Loading,
+        told: Callable[[LogEntry], Awaitable[Told | None]] | None = None,
+        saving: Saving | None = None,
+        loading: Loading | None = None,
     ) -> None:
         """`whole` brings the body of an entry whose body is stored apart. Raises BlobLost.
 
-        `told`: what became of an entry in an earlier life; None for one that had no result yet.
+        `told`: what became of an entry in an earlier life; None for one that had no result yet. It goes with `saving`
+        and `loading`, without which nothing comes here that saves or loads.
         """
         self._settings = settings
         self._whole = whole
@@ -103,6 +104,10 @@ class HandOver:
         """The model's state is lost; its operations fail with `because`."""
         self._lost_models[model_id] = because
         self._live.pop(model_id, None)
+
+    def lost_because(self, model_id: str) -> str | None:
+        """Why the model's state is lost, where it is."""
+        return self._lost_models.get(model_id)
 
     def together(self) -> contextlib.AbstractContextManager[None]:
         """Turns of one model that begin in this context go to the ranks as one pass, where they can."""
@@ -171,6 +176,7 @@ class HandOver:
             case OptimStep():
                 self._step(job, op)
             case SaveWeights() | SaveWeightsForSampler() | SaveWeightsExternal():
+                assert self._told is not None and self._saving is not None, "see __init__"
                 if (told := await self._told(job.entry)) is not None:
                     _, job.outcome = told  # it changed nothing, so there is nothing to rebuild
                     return
@@ -195,6 +201,7 @@ class HandOver:
         In a replay it loads what it loaded before, or loses the model; it never goes on with other weights.
         """
         entry = job.entry
+        assert self._told is not None, "see __init__"
         told = await self._told(entry)
         if told is not None and told[0].outcome == "failed":
             _, job.outcome = told
@@ -223,11 +230,12 @@ class HandOver:
 
     async def _find(self, entry: LogEntry, op: LoadWeights | CreateModel, url: str | None) -> Found:
         checkpoint = op.checkpoint if isinstance(op, LoadWeights) else op.start
-        assert checkpoint is not None
+        assert checkpoint is not None and self._loading is not None, "see __init__"
         return await self._loading.find(entry.tenant, checkpoint, url)
 
     async def _at_ranks(self, job: Job, op: LoadWeights | CreateModel, found: Found) -> None:
         entry, model_id = job.entry, job.entry.model_id
+        assert self._loading is not None, "see __init__"
         async with self._loading.files(found) as folder:
             if isinstance(op, LoadWeights):
                 self._loading.check(found, self._live[model_id])

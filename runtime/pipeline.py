@@ -74,7 +74,7 @@ class Pipeline:
         self._pace = Pace()
         self._settling = Settling(services, lease)
         saving = Saving(services, lease, group, checkpoints, base)
-        loading = Loading(services, checkpoints, base.identity, saving)
+        loading = Loading(services.tables.checkpoints, checkpoints, base.identity, saving.over)
         self._hand_over = HandOver(
             services.settings, group, self._whole, self._settling.told, saving, loading
         )

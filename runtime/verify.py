@@ -19,12 +19,13 @@ from bus import scan, subjects
 from bus.blobs import BlobLost
 from bus.connection import Bus
 from bus.errors import CodecError, newer_format
-from bus.events import FORMAT, Failed
+from bus.events import FORMAT, Failed, Outcome
 from bus.ledger import Ledger, LedgerRow
 from bus.log import LogEntry, OpsLog
 from bus.results import Results
-from bus.tables import MODELS, GroupRow, ModelRow, Table, existing_table
-from runtime import fingerprint
+from bus.tables import CHECKPOINTS, MODELS, CheckpointRow, GroupRow, ModelRow, Table, existing_table
+from runtime import fingerprint, outcomes
+from runtime.checkpoints.loading import Loading
 from runtime.config import Settings
 from runtime.fingerprint import FIXED, FingerprintDiffers
 from runtime.hand_over import HandOver, answered
@@ -50,6 +51,7 @@ class Sources:
     models: Table[ModelRow] | None
     groups: Table[GroupRow] | None
     ledger: Ledger | None
+    checkpoints: Table[CheckpointRow] | None
 
     @classmethod
     async def open(cls, bus: Bus, group: str) -> Sources:
@@ -63,6 +65,7 @@ class Sources:
             models=await existing_table(bus, MODELS, ModelRow),
             groups=await existing_table(bus, "tinker_groups", GroupRow),
             ledger=await Ledger.existing(bus, group),
+            checkpoints=await existing_table(bus, CHECKPOINTS, CheckpointRow),
         )
 
     async def row(self, model_id: str) -> ModelRow | None:
@@ -71,6 +74,16 @@ class Sources:
 
     async def settled(self, entry: LogEntry) -> LedgerRow | None:
         return None if self.ledger is None else await self.ledger.find(entry.model_id, entry.seq_id)
+
+    async def told(self, entry: LogEntry) -> tuple[LedgerRow, Outcome] | None:
+        """What became of the entry; None where it has no result yet."""
+        row = await self.settled(entry)
+        if row is None:
+            return None
+        found = await self.results.get(entry.tenant, entry.model_id, entry.seq_id)
+        if found is None:
+            return row, outcomes.told_before(row.outcome, entry.seq_id)
+        return row, found.result().outcome
 
     async def base_model(self) -> str | None:
         """The name of what the service serves, as its dispatcher said last."""
@@ -152,10 +165,14 @@ class Progress:
 class Verifier:
     """Over one group of ranks, which it leaves as it found them."""
 
-    def __init__(self, settings: Settings, sources: Sources, group: MegatronGroup) -> None:
+    def __init__(
+        self, settings: Settings, sources: Sources, group: MegatronGroup, loading: Loading | None = None
+    ) -> None:
+        """`loading` is for logs on which a checkpoint was loaded."""
         self._settings = settings
         self._sources = sources
         self._group = group
+        self._loading = loading
         self._gone: str | None = None
         """Says which body was asked for and is not kept any more."""
 
@@ -165,7 +182,9 @@ class Verifier:
         Raises GroupDied, BrokerUnreachable, NewerFormat.
         """
         sequencer, self._gone = Sequencer(), None
-        hand_over = HandOver(self._settings, self._group, self._whole)
+        hand_over = HandOver(
+            self._settings, self._group, self._whole, self._sources.told, loading=self._loading
+        )
         await self._begin_model(plan, progress, sequencer, hand_over)
         running: deque[asyncio.Task[Checked]] = deque()
         entries = self._sources.log.so_far(model_id=plan.model_id)
@@ -233,8 +252,8 @@ class Verifier:
             return asyncio.create_task(self._left_out(entry))
         job = Job(entry, entry.verb, 0.0, 0.0)
         await hand_over.begin(job, turn, row.given_up if row is not None else 0)
-        if self._gone is not None:
-            progress.because = self._gone
+        if because := self._gone or hand_over.lost_because(entry.model_id):
+            progress.because = because
             return None
         del progress.waiting[entry.seq_id]
         await self._note_failure(job, row, hand_over)

@@ -12,8 +12,10 @@ from pathlib import Path
 from actors.group import GroupConfig, MegatronGroup
 from bus.connection import Credentials, connect
 from runtime import base_model
+from runtime.checkpoints.loading import Loading
+from runtime.checkpoints.store import of_service
 from runtime.config import Settings
-from runtime.dispatcher import group_config
+from runtime.dispatcher import base_of, group_config
 from runtime.fingerprint import fingerprint
 from runtime.hand_over import packing
 from runtime.log_source import broker
@@ -88,12 +90,26 @@ async def _verify(
         say("starting the ranks")
         group = await MegatronGroup.start(config)
         try:
-            verifier = Verifier(settings, sources, group)
+            verifier = Verifier(settings, sources, group, _loading(settings, sources, config))
             for number, one in enumerate(todo, 1):
                 say(f"model {one.model_id}, {number} of {len(todo)}: {one.entries} operations")
                 await _model(verifier, one, tell)
         finally:
             group.close()
+
+
+def _loading(settings: Settings, sources: Sources, config: GroupConfig) -> Loading | None:
+    """From the service's checkpoints, which it only reads."""
+    if sources.checkpoints is None:
+        return None
+    folder, away = config.engine.model_folder, config.engine.away
+    assert away is not None, "a scratch group has a folder of its own"
+    store = of_service(settings, away.parent / "saving")
+    return Loading(sources.checkpoints, store, base_of(settings, folder).identity, _nothing_is_saved)
+
+
+async def _nothing_is_saved(_: str) -> None:
+    return None
 
 
 async def _model(verifier: Verifier, plan: Plan, tell: Tell) -> None:

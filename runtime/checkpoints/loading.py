@@ -9,22 +9,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from actors.contract import FullConfig, TenantConfig
 from bus.errors import NewerFormat
 from bus.events import Checkpoint, CreateModel
-from bus.tables import CheckpointRow
+from bus.tables import CheckpointRow, Table
 from runtime.checkpoints import manifest
 from runtime.checkpoints.manifest import BaseModel, Manifest
 from runtime.checkpoints.paths import CheckpointPath, parse
-from runtime.checkpoints.saving import Saving, expired
+from runtime.checkpoints.saving import expired
 from runtime.checkpoints.store import Store
 from runtime.checks import Refusal
 from runtime.config import Settings
-from runtime.services import Services, patiently
+from runtime.services import patiently
 
 
 class CheckpointGone(RuntimeError):
@@ -42,11 +42,18 @@ class Found:
 class Loading:
     """Of one life of a group."""
 
-    def __init__(self, services: Services, store: Store, base: BaseModel, saving: Saving) -> None:
-        self._s = services
+    def __init__(
+        self,
+        checkpoints: Table[CheckpointRow],
+        store: Store,
+        base: BaseModel,
+        over: Callable[[str], Awaitable[None]],
+    ) -> None:
+        """`over` waits until what was under way to be saved of a model is listed."""
+        self._checkpoints = checkpoints
         self._store = store
         self._base = base
-        self._saving = saving
+        self._over = over
 
     async def find(self, tenant: str, checkpoint: Checkpoint, url: str | None = None) -> Found:
         """The checkpoint as the tenant names it, or the one at `url`. Raises Refusal, CheckpointGone."""
@@ -72,8 +79,8 @@ class Loading:
             path = parse(checkpoint.path)
         except ValueError as error:
             raise Refusal(str(error), "path") from None
-        await self._saving.over(path.model_id)  # it may be what this load is of
-        found = await patiently(lambda: self._s.tables.checkpoints.get(path.key))
+        await self._over(path.model_id)  # it may be what this load is of
+        found = await patiently(lambda: self._checkpoints.get(path))
         if found is None or not _may_load(found[0], tenant):
             raise _unknown(path)
         if checkpoint.optimizer and not found[0].optimizer:

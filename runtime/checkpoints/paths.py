@@ -5,8 +5,7 @@ A path is a key into the table of checkpoints and never one of a file system: wh
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import get_args
+from typing import NamedTuple, get_args
 
 from bus.subjects import escape
 from bus.tables import CheckpointKind
@@ -17,38 +16,47 @@ MAX_NAME_BYTES = 200
 """Of an escaped name, which is part of a folder's name."""
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointPath:
-    """One checkpoint's name."""
+class CheckpointPath(NamedTuple):
+    """One checkpoint's name, and the key of its row."""
 
     model_id: str
     kind: CheckpointKind
     name: str
 
     def __str__(self) -> str:
-        return f"{SCHEME}{self.model_id}/{self.kind}/{self.name}"
+        return f"{SCHEME}{self.model_id}/{self.checkpoint_id}"
 
     @property
-    def key(self) -> tuple[str, str, str]:
-        """In the table of checkpoints."""
-        return (self.model_id, self.kind, self.name)
+    def checkpoint_id(self) -> str:
+        """`weights/a`: what follows `checkpoints/` in a URL."""
+        return f"{self.kind}/{self.name}"
 
 
 def parse(path: str) -> CheckpointPath:
     """Raises ValueError with one sentence for anything that `str` of a CheckpointPath cannot give.
 
-    >>> parse("tinker://run:train:0/weights/step-10").key
-    ('run:train:0', 'weights', 'step-10')
+    >>> parse("tinker://run:train:0/weights/step-10").checkpoint_id
+    'weights/step-10'
     """
-    model_id, kind, name = _split(path)
-    if not model_id or kind not in KINDS:
+    return _checked(path, *_split(path))
+
+
+def of_checkpoint(model_id: str, checkpoint_id: str) -> CheckpointPath:
+    """From a URL's parts. Raises ValueError."""
+    kind, _, name = checkpoint_id.partition("/")
+    return _checked(f"{SCHEME}{model_id}/{checkpoint_id}", model_id, kind, name)
+
+
+def _checked(path: str, model_id: str, kind: str, name: str) -> CheckpointPath:
+    known = next((one for one in KINDS if one == kind), None)
+    if not model_id or known is None:
         raise ValueError(
             f"path {path!r} is not a checkpoint's: it has the form {SCHEME}MODEL_ID/KIND/NAME, KIND one of "
             f"{', '.join(KINDS)}"
         )
     if wrong := wrong_name(name):
         raise ValueError(f"path {path!r} is not a checkpoint's: {wrong}")
-    return CheckpointPath(model_id, kind, name)
+    return CheckpointPath(model_id, known, name)
 
 
 def _split(path: str) -> tuple[str, str, str]:

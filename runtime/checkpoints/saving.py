@@ -159,7 +159,7 @@ class Saving:
             session = await self._session(target.session_id)
             return None if session is None else self._session_taken(session, entry, target)
         path = CheckpointPath(entry.model_id, target.kind, target.name)
-        found = await patiently(lambda: self._s.tables.checkpoints.get(path.key))
+        found = await patiently(lambda: self._s.tables.checkpoints.get(path))
         if found is None or (found[0].seq_id != entry.seq_id and _may_go(found[0], target)):
             return None
         return _taken(path, found[0], entry)
@@ -246,14 +246,14 @@ class Saving:
             user_metadata=target.user_metadata or {},
         )
         table = self._s.tables.checkpoints
-        while not await patiently(lambda: table.create(path.key, row)):
-            found = await patiently(lambda: table.get(path.key))
+        while not await patiently(lambda: table.create(path, row)):
+            found = await patiently(lambda: table.get(path))
             if found is None:
                 continue
             old, revision = found
             if old.seq_id == entry.seq_id or not _may_go(old, target):
                 return _taken(path, old, entry), False
-            if await patiently(lambda r=revision: table.update(path.key, row, r)) is not None:  # type: ignore[misc]
+            if await patiently(lambda r=revision: table.update(path, row, r)) is not None:  # type: ignore[misc]
                 await self._remove(old.url)
                 break
         return outcomes.saved(str(path), size), True

@@ -131,8 +131,8 @@ class Store:
         return str(self._fs._strip_protocol(url))
 
 
-def of_service(settings: Settings) -> Store:
-    """The store of the service that these settings are of.
+def of_service(settings: Settings, scratch: Path | None = None) -> Store:
+    """The store of the service that these settings are of; `scratch` is for who is not that service.
 
     At a URL that they name, a service has a folder of its own, so that several may share one.
     """
@@ -140,7 +140,7 @@ def of_service(settings: Settings) -> Store:
     url = str(data / "checkpoints")
     if settings.checkpoints.url:
         url = f"{settings.checkpoints.url.rstrip('/')}/{_own_name(data / 'checkpoints.id')}"
-    return Store(url, data / "saving")
+    return Store(url, scratch or data / "saving")
 
 
 def _own_name(file: Path) -> str:

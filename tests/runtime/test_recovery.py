@@ -7,7 +7,7 @@ import secrets
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
@@ -31,9 +31,6 @@ from runtime.snapshots import Snapshots
 
 BITS = {"torch": "2"}
 ADAPTER = AdapterConfig(rank=4, alpha=32.0, seed=7)
-
-
-NO_CHECKPOINTS: tuple[Any, Any] = (None, None)
 
 
 async def no_result(entry: LogEntry) -> None:
@@ -69,9 +66,7 @@ class Life:
         self.ranks = ranks
         self.bus = bus
         self.sequencer = Sequencer()
-        self.hand_over = HandOver(
-            Settings(), cast(MegatronGroup, ranks), OpsLog(bus, "main").whole, no_result, *NO_CHECKPOINTS
-        )
+        self.hand_over = HandOver(Settings(), cast(MegatronGroup, ranks), OpsLog(bus, "main").whole)
 
     async def row(self, model_id: str, **more: object) -> None:
         tables = await Tables.open(self.bus)

@@ -109,7 +109,7 @@ class Life:
         )
         group = Started(self.ranks)
         saving = Saving(services, lease, group, self.store, base)
-        self.loading = Loading(services, self.store, base.identity, saving)
+        self.loading = Loading(tables.checkpoints, self.store, base.identity, saving.over)
         self.keeping = Keeping(services, lease, self.store)
         self.told: tuple[LedgerRow, Outcome] | None = None
         self.hand_over = HandOver(
