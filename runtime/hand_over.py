@@ -176,7 +176,8 @@ class HandOver:
             case OptimStep():
                 self._step(job, op)
             case SaveWeights() | SaveWeightsForSampler() | SaveWeightsExternal():
-                assert self._told is not None and self._saving is not None, "see __init__"
+                assert self._told is not None, "see __init__"
+                assert self._saving is not None, "see __init__"
                 if (told := await self._told(job.entry)) is not None:
                     _, job.outcome = told  # it changed nothing, so there is nothing to rebuild
                     return
@@ -230,7 +231,8 @@ class HandOver:
 
     async def _find(self, entry: LogEntry, op: LoadWeights | CreateModel, url: str | None) -> Found:
         checkpoint = op.checkpoint if isinstance(op, LoadWeights) else op.start
-        assert checkpoint is not None and self._loading is not None, "see __init__"
+        assert checkpoint is not None
+        assert self._loading is not None, "see __init__"
         return await self._loading.find(entry.tenant, checkpoint, url)
 
     async def _at_ranks(self, job: Job, op: LoadWeights | CreateModel, found: Found) -> None:
