@@ -150,7 +150,11 @@ def test_what_is_exported_is_what_was_trained(two_ranks: Served) -> None:
     model_id = sdk.model_id(client)
     (folder,) = (service.data / "checkpoints" / escape(model_id) / "external_weights").iterdir()
     base = service.data / "models" / "tiny"
-    theirs = peft.PeftModel.from_pretrained(reference.load(base), folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore"
+        )  # that a tied head does not stay tied: the adapter is the output's alone
+        theirs = peft.PeftModel.from_pretrained(reference.load(base), folder)
     assert theirs.peft_config["default"].base_model_name_or_path == str(base)
     tokens, inputs = datums((7, 3, 11), seed=5)
     found = sdk.logprobs(result(client.forward(batch(5), "cross_entropy")))
