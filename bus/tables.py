@@ -95,8 +95,22 @@ class SamplerRow(msgspec.Struct, frozen=True, kw_only=True):
     lora: LoraConfig | None = None
     generation: int = 0
     """Grows when the weights of an inflight sampler change."""
+    model_id: str | None = None
+    """Of the model whose weights were saved for this session alone; None for all others."""
+    seq_id: int | None = None
+    """Of the operation that saved them."""
+    inflight: bool = False
+    """Whether it goes on with the weights of the model's later inflight saves."""
     clones: int = 0
     """Clients that have joined beside the one that made it."""
+
+
+class SampleRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A sampling request that a sampler process has taken and not answered yet; by (sampling_session_id, seq_id)."""
+
+    tenant: str
+    process: str
+    """Of the sampler: what it listens for under `subjects.sampler_process`. When it is gone, so is the request."""
 
 
 class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,8 +193,17 @@ class Table(Generic[T]):
             if new == row or await self.update(key, new, revision) is not None:
                 return
 
-    async def delete(self, key: Key) -> None:
-        await self._store(self._subject(key), b"", {_OPERATION: "DEL"}, None)
+    async def delete(self, key: Key, revision: int | None = None) -> bool:
+        """False when the row is no longer at `revision`, where one is given."""
+        try:
+            await self._store(self._subject(key), b"", {_OPERATION: "DEL"}, revision)
+        except SubjectTaken:
+            return False
+        return True
+
+    async def forget(self, key: Key) -> None:
+        """Drop one row without a trace."""
+        await scan.purge(self._bus, self._stream, self._subject(key))
 
     async def purge(self, prefix: Key) -> None:
         """Drop every row whose key begins with the ids in `prefix`, without a trace."""
@@ -235,11 +258,12 @@ class Table(Generic[T]):
         return ids[0] if len(ids) == 1 else ids
 
 
-async def open_table(bus: Bus, name: str, row_type: type[T], *, replicas: int = 1) -> Table[T]:
+async def open_table(
+    bus: Bus, name: str, row_type: type[T], *, replicas: int = 1, durable: bool = True
+) -> Table[T]:
     """The table over bucket `name`, which is created when it is missing."""
-    config = api.KeyValueConfig(
-        bucket=name, history=1, storage=api.StorageType.FILE, direct=True, replicas=replicas
-    )
+    storage = api.StorageType.FILE if durable else api.StorageType.MEMORY
+    config = api.KeyValueConfig(bucket=name, history=1, storage=storage, direct=True, replicas=replicas)
     try:
         await bus.js.create_key_value(config)
     except nats.js.errors.APIError as error:
@@ -265,6 +289,7 @@ class Tables:
         backlogs: Table[BacklogRow],
         checkpoints: Table[CheckpointRow],
         samplers: Table[SamplerRow],
+        samples: Table[SampleRow],
     ) -> None:
         self.sessions = sessions
         self.models = models
@@ -272,6 +297,8 @@ class Tables:
         self.backlogs = backlogs
         self.checkpoints = checkpoints
         self.samplers = samplers
+        self.samples = samples
+        """In the broker's memory: none of these requests outlives its sampler, nor need it outlive the broker."""
 
     @classmethod
     async def open(cls, bus: Bus, *, replicas: int = 1) -> Tables:
@@ -282,4 +309,5 @@ class Tables:
             backlogs=await open_table(bus, "tinker_backlogs", BacklogRow, replicas=replicas),
             checkpoints=await open_table(bus, "tinker_checkpoints", CheckpointRow, replicas=replicas),
             samplers=await open_table(bus, "tinker_samplers", SamplerRow, replicas=replicas),
+            samples=await open_table(bus, "tinker_samples", SampleRow, replicas=replicas, durable=False),
         )

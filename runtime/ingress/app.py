@@ -9,11 +9,22 @@ from importlib.metadata import version
 
 from fastapi import FastAPI
 
-from runtime.ingress import client, errors, futures, models, refused, sessions, training
+from runtime.ingress import (
+    client,
+    errors,
+    futures,
+    models,
+    refused,
+    sample_futures,
+    sampling,
+    sessions,
+    training,
+    weights,
+)
 from runtime.ingress.counting import CountRequests
 from runtime.ingress.deps import Deps
 
-AREAS = (client, sessions, models, training, futures, refused)
+AREAS = (client, sessions, models, training, weights, sampling, sample_futures, futures, refused)
 """In this order: the refused endpoints hold patterns that would catch others."""
 
 

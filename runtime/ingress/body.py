@@ -64,11 +64,11 @@ def unzstd(body: bytes, limit: int) -> bytes:
     return b"".join(parts)
 
 
-async def read_json(request: Request) -> tuple[bytes, dict[str, Any]]:
+async def read_json(request: Request, limit: int = MAX_JSON_BYTES) -> tuple[bytes, dict[str, Any]]:
     """A JSON object, and its bytes. 400 for anything else."""
-    body = await read_body(request, MAX_JSON_BYTES)
+    body = await read_body(request, limit)
     try:
-        fields = msgspec.json.decode(body)
+        fields = await off_loop(len(body), msgspec.json.decode, body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise HTTPException(400, f"the body is not JSON: {error}") from error
     if not isinstance(fields, dict):
@@ -101,12 +101,12 @@ def text_field(fields: dict[str, Any], name: str) -> str:
     return value
 
 
-def number_field(fields: dict[str, Any], name: str, least: int) -> int:
+def number_field(fields: dict[str, Any], name: str, least: int, most: int = MAX_SEQ_ID) -> int:
     """A field that says which request this is. 400 where it cannot be read."""
     value = fields.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MAX_SEQ_ID:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise HTTPException(
-            400, f"{name} is {_shown(value)}, but has to be a whole number from {least} to {MAX_SEQ_ID}"
+            400, f"{name} is {_shown(value)}, but has to be a whole number from {least} to {most}"
         )
     return value
 

@@ -8,30 +8,22 @@ from __future__ import annotations
 
 from fastapi import APIRouter, HTTPException, Request, Response
 
-from bus.errors import CodecError
 from runtime.ingress.accept import accept_json, refuse
 from runtime.ingress.body import read_json
 from runtime.ingress.deps import Caller, Injected
-from runtime.ingress.models import begin_model
 
 router = APIRouter(prefix="/api/v1")
 
-NUMBERED = ("forward", "save_weights", "save_weights_for_sampler", "save_weights_external")
+NUMBERED = ("forward",)
 POSTS = (
-    "asample",
     "auth/token",
-    "cancel_future",
     "copy_weights",
     "create_custom_loss",
-    "create_sampling_session",
-    "join_sampling_session",
-    "retrieve_futures",
     "sessions/search",
     "weights_info",
 )
 READS = (
     "checkpoints",
-    "samplers/{sampler_id}",
     "sessions",
     "sessions/{session_id}",
     "sessions/{session_id}/trace_export",
@@ -43,17 +35,6 @@ CHANGES = ("sessions/{session_id}/project", "training_runs/{run_id:path}")
 
 def not_served(endpoint: str) -> str:
     return f"{endpoint} is not served by this release of tinkerbus"
-
-
-@router.post("/load_weights")
-async def load_weights(request: Request, tenant: Caller, deps: Injected) -> Response:
-    """Into a model, or as a new one of a session: either way its future fails."""
-    sent, fields = await read_json(request)
-    if "model_id" in fields:
-        return await accept_json(
-            deps, tenant, "load_weights", sent, fields, refuse(not_served("load_weights"))
-        )
-    return await begin_model(deps, tenant, sent, fields, CodecError(not_served("load_weights")))
 
 
 def _add_numbered(endpoint: str) -> None:
