@@ -259,11 +259,19 @@ class Table(Generic[T]):
 
 
 async def open_table(
-    bus: Bus, name: str, row_type: type[T], *, replicas: int = 1, durable: bool = True
+    bus: Bus,
+    name: str,
+    row_type: type[T],
+    *,
+    replicas: int = 1,
+    durable: bool = True,
+    ttl_s: float | None = None,
 ) -> Table[T]:
-    """The table over bucket `name`, which is created when it is missing."""
+    """The table over bucket `name`, which is created when it is missing. `ttl_s` is the age at which a row goes."""
     storage = api.StorageType.FILE if durable else api.StorageType.MEMORY
-    config = api.KeyValueConfig(bucket=name, history=1, storage=storage, direct=True, replicas=replicas)
+    config = api.KeyValueConfig(
+        bucket=name, history=1, storage=storage, direct=True, replicas=replicas, ttl=ttl_s
+    )
     try:
         await bus.js.create_key_value(config)
     except nats.js.errors.APIError as error:
@@ -309,5 +317,7 @@ class Tables:
             backlogs=await open_table(bus, "tinker_backlogs", BacklogRow, replicas=replicas),
             checkpoints=await open_table(bus, "tinker_checkpoints", CheckpointRow, replicas=replicas),
             samplers=await open_table(bus, "tinker_samplers", SamplerRow, replicas=replicas),
-            samples=await open_table(bus, "tinker_samples", SampleRow, replicas=replicas, durable=False),
+            samples=await open_table(
+                bus, "tinker_samples", SampleRow, replicas=replicas, durable=False, ttl_s=86_400
+            ),
         )

@@ -5,6 +5,7 @@ Everything that can be refused without the weights is refused here, before anyth
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, Literal
 
 import msgspec
@@ -223,7 +224,7 @@ def _is_csr(crow: list[int], col: list[int], count: int, shape: list[int]) -> bo
         len(crow) == shape[0] + 1
         and crow[0] == 0
         and crow[-1] == count == len(col)
-        and all(before <= after for before, after in zip(crow, crow[1:], strict=False))
+        and all(before <= after for before, after in itertools.pairwise(crow))
         and all(0 <= column < shape[1] for column in col)
     )
 

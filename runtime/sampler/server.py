@@ -7,6 +7,7 @@ in the results. Nothing here outlives the process. The engine, and with it torch
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
+import nats.errors
 from nats.aio.msg import Msg
 
 from bus import subjects
@@ -72,8 +74,9 @@ class SamplerServer:
         try:
             await self._broken
         finally:
-            await asked.unsubscribe()
-            await told.unsubscribe()
+            with contextlib.suppress(nats.errors.Error):  # the connection may be what has ended
+                await asked.unsubscribe()
+                await told.unsubscribe()
             if self._worker is not None:
                 self._worker.stop()
             self._loader.shutdown(wait=False, cancel_futures=True)
