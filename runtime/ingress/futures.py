@@ -10,7 +10,7 @@ from typing import assert_never
 
 from fastapi import APIRouter, HTTPException, Request, Response
 
-from bus.codec import decode_result, result_to_sdk_protobuf
+from bus.codec import decode_result, result_to_sdk_protobuf, sampled_to_sdk_protobuf
 from bus.errors import CodecError
 from bus.events import (
     Failed,
@@ -18,13 +18,15 @@ from bus.events import (
     ModelCreated,
     ModelUnloaded,
     OptimStepDone,
+    Sampled,
     WeightsLoaded,
     WeightsSaved,
     parse_request_id,
+    parse_sample_request_id,
 )
 from bus.results import StoredResult
 from bus.tables import ModelRow
-from runtime.ingress import json_passes
+from runtime.ingress import json_passes, sample_futures
 from runtime.ingress.answers import answer, number, protobuf
 from runtime.ingress.body import convert, read_json, text_field
 from runtime.ingress.deps import Caller, Deps, Injected
@@ -43,6 +45,8 @@ async def retrieve_future(request: Request, tenant: Caller, deps: Injected) -> R
     request_id = text_field(fields, "request_id")
     try:
         convert(fields, RetrieveFutureRequest)
+        if (sample := parse_sample_request_id(request_id)) is not None:
+            return await sample_futures.retrieve(deps, tenant, *sample)
         model_id, seq_id = parse_request_id(request_id)
     except (CodecError, ValueError) as error:
         raise HTTPException(400, str(error)) from error
@@ -98,6 +102,8 @@ def render(result: StoredResult, as_json: bool = False) -> Response:
             return answer({"path": outcome.path, "model_id": outcome.model_id, "type": "load_weights"})
         case ModelUnloaded():
             return answer({"model_id": outcome.model_id, "type": "unload_model"})
+        case Sampled():
+            return protobuf(sampled_to_sdk_protobuf(outcome))
         case Failed():
             return answer({"error": _named(outcome), "category": outcome.category})
         case _:

@@ -9,18 +9,10 @@ from runtime.ingress.deps import Caller
 router = APIRouter(prefix="/api/v1")
 
 POSTS = (
-    "asample",
     "auth/token",
-    "cancel_future",
     "create_custom_loss",
-    "create_sampling_session",
-    "join_sampling_session",
-    "retrieve_futures",
 )
-READS = (
-    "samplers/{sampler_id}",
-    "sessions/{session_id}/trace_export",
-)
+READS = ("sessions/{session_id}/trace_export",)
 CHANGES = ("sessions/{session_id}/project",)
 
 

@@ -125,6 +125,39 @@ class ModelRequest(SdkRequest, frozen=True):
     type: Literal["get_info", "unload_model"] | None = None
 
 
+class CreateSamplingSessionRequest(SdkRequest, frozen=True):
+    session_id: str
+    sampling_session_seq_id: int
+    base_model: str | None = None
+    """Taken no notice of beside `model_path`, whose checkpoint says what it is of."""
+    model_path: str | None = None
+    type: Literal["create_sampling_session"] = "create_sampling_session"
+
+
+class JoinSamplingSessionRequest(SdkRequest, frozen=True):
+    sampling_session_id: str
+    type: Literal["join_sampling_session"] = "join_sampling_session"
+
+
+class CancelFutureRequest(SdkRequest, frozen=True):
+    request_id: str
+
+
+class SamplingSessionTarget(SdkRequest, frozen=True):
+    sampling_session_id: str
+    cloned_sampler_id: int = 0
+    type: Literal["sampling_session"] = "sampling_session"
+
+
+class RetrieveFuturesRequest(SdkRequest, frozen=True):
+    target: SamplingSessionTarget
+    prev_cursor: int = 0
+    timeout: float | None = None
+    """Seconds to wait; None for as long as polls are held."""
+    retrieved_request_ids: list[str] = []
+    """Taken no notice of: results stay until they expire."""
+
+
 class RetrieveFutureRequest(SdkRequest, frozen=True):
     request_id: str
     allow_metadata_only: bool = False
