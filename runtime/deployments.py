@@ -172,12 +172,11 @@ def _kill(holder: str) -> None:
 
 
 class IntakePart(BackgroundPart):
-    """SUBMIT → OPS, for event clients. Ends what has had its time as well, being one and always there."""
+    """SUBMIT → OPS, for event clients. Ends sessions that fell silent as well, being one and always there."""
 
     role = "intake"
 
     async def work(self, bus: Bus, recorder: Recorder) -> None:
-        from runtime import checkpoint_expiry
         from runtime.intake import Intake
         from runtime.session_expiry import SessionExpiry
 
@@ -188,7 +187,6 @@ class IntakePart(BackgroundPart):
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(Intake(bus, log, tables, Results(bus), admission, recorder).run())
                 tasks.create_task(sessions.run())
-                tasks.create_task(checkpoint_expiry.run(tables.checkpoints))
 
 
 class OpenedApp:

@@ -6,15 +6,13 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import httpx
 import msgspec
 import pytest
 
 from bus.connection import BrokerUnreachable
-from bus.tables import CheckpointRow, SamplerRow
-from runtime import checkpoint_expiry
+from bus.tables import SamplerRow
 from runtime.config import Sessions
 from runtime.session_expiry import SessionExpiry, Silence
 from tests.bus.waiting import until
@@ -177,24 +175,3 @@ async def test_a_model_that_its_finished_session_left_behind_is_unloaded(
     )
     async with running(expiry(service, ingress).run()):
         await alice.settled(f"{model}#end")
-
-
-async def test_checkpoints_go_with_their_folders_when_their_time_is_over(
-    service: Service, tmp_path: Path
-) -> None:
-    table, now = service.tables.checkpoints, time.time()
-    for name, expires_at in (("over", now - 1), ("later", now + 100), ("never", None)):
-        (tmp_path / name).mkdir()
-        row = CheckpointRow(
-            tenant="alice",
-            seq_id=1,
-            url=str(tmp_path / name),
-            base_model="tiny",
-            created_at=now,
-            size_bytes=0,
-            expires_at=expires_at,
-        )
-        await table.put(("expiry", "weights", name), row)
-    await checkpoint_expiry.sweep(table, now)
-    assert {key[2] for key in await table.keys(("expiry",))} == {"later", "never"}
-    assert [(tmp_path / name).exists() for name in ("over", "later", "never")] == [False, True, True]
