@@ -5,19 +5,23 @@ A file is named by its path below the folder, and nothing is read that the folde
 
 from __future__ import annotations
 
+import contextlib
 import os
 import posixpath
 import tarfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from bus.subjects import escape
+<<<<<<< HEAD
 from runtime.checkpoints.paths import CheckpointPath
 from runtime.config import Settings
+=======
+from runtime.tinker_path import TinkerPath
+>>>>>>> cea1787fabdc5e82d16e5b1078658e8b19ffe811
 
 CHUNK_BYTES = 1024 * 1024
 COMPLETE = "checkpoint_complete"
@@ -25,14 +29,21 @@ COMPLETE = "checkpoint_complete"
 _BLOCK = tarfile.BLOCKSIZE
 
 
-def root(settings: Settings) -> str:
-    """Where the folders of this service lie: an fsspec URL, or a path."""
-    return settings.checkpoints.url.rstrip("/") or str(Path(settings.data).resolve() / "checkpoints")
+def beside(url: str, path: TinkerPath, nonce: str) -> str:
+    """A folder for another checkpoint, under the root of this one's; another `nonce` is another folder.
 
+<<<<<<< HEAD
 
 def fresh(settings: Settings, path: CheckpointPath, nonce: str) -> str:
     """A folder for a checkpoint; another `nonce` is another folder."""
     return "/".join((root(settings), escape(path.model_id), path.kind, f"{escape(path.name)}.{nonce}"))
+=======
+    Its name is not of the form that saves give theirs: who looks for what saves have left does not take it for that.
+    """
+    return "/".join(
+        (url.rsplit("/", 3)[0], escape(path.model_id), path.kind, f"{escape(path.name)}.copy-{nonce}")
+    )
+>>>>>>> cea1787fabdc5e82d16e5b1078658e8b19ffe811
 
 
 def files(url: str) -> dict[str, int]:
@@ -95,7 +106,7 @@ def copy(source: str, target: str) -> None:
 def remove(url: str) -> None:
     """The folder with all that is in it; nothing where there is none. Raises OSError."""
     fs, folder = _open(url)
-    if fs.exists(folder):
+    with contextlib.suppress(FileNotFoundError):
         fs.rm(folder, recursive=True)
 
 

@@ -173,7 +173,7 @@ def _kill(holder: str) -> None:
 
 
 class IntakePart(BackgroundPart):
-    """SUBMIT → OPS, for event clients. Ends what has had its time as well, being one and always there."""
+    """SUBMIT → OPS, for event clients. Ends sessions that fell silent as well, being one and always there."""
 
     role = "intake"
 
@@ -188,6 +188,7 @@ class IntakePart(BackgroundPart):
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(Intake(bus, log, tables, Results(bus), admission, recorder).run())
                 tasks.create_task(sessions.run())
+<<<<<<< HEAD
 
 
 class SamplerPart(BackgroundPart):
@@ -224,6 +225,8 @@ class SamplerPart(BackgroundPart):
             recorder,
             engine,
         ).run()
+=======
+>>>>>>> cea1787fabdc5e82d16e5b1078658e8b19ffe811
 
 
 class OpenedApp:

@@ -97,7 +97,7 @@ async def _claim(deps: Deps, tenant: str, run_id: str, session_id: str | None, s
 
 async def _copy(deps: Deps, path: CheckpointPath, row: CheckpointRow) -> None:
     """Folder first, then the row: what is listed is whole. Raises OSError."""
-    folder = checkpoint_folder.fresh(deps.settings, path, secrets.token_hex(8))
+    folder = checkpoint_folder.beside(row.url, path, secrets.token_hex(8))
     made = False
     try:
         await asyncio.to_thread(checkpoint_folder.copy, row.url, folder)
