@@ -16,12 +16,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from bus.subjects import escape
-<<<<<<< HEAD
 from runtime.checkpoints.paths import CheckpointPath
-from runtime.config import Settings
-=======
-from runtime.tinker_path import TinkerPath
->>>>>>> cea1787fabdc5e82d16e5b1078658e8b19ffe811
 
 CHUNK_BYTES = 1024 * 1024
 COMPLETE = "checkpoint_complete"
@@ -29,21 +24,14 @@ COMPLETE = "checkpoint_complete"
 _BLOCK = tarfile.BLOCKSIZE
 
 
-def beside(url: str, path: TinkerPath, nonce: str) -> str:
+def beside(url: str, path: CheckpointPath, nonce: str) -> str:
     """A folder for another checkpoint, under the root of this one's; another `nonce` is another folder.
 
-<<<<<<< HEAD
-
-def fresh(settings: Settings, path: CheckpointPath, nonce: str) -> str:
-    """A folder for a checkpoint; another `nonce` is another folder."""
-    return "/".join((root(settings), escape(path.model_id), path.kind, f"{escape(path.name)}.{nonce}"))
-=======
     Its name is not of the form that saves give theirs: who looks for what saves have left does not take it for that.
     """
     return "/".join(
         (url.rsplit("/", 3)[0], escape(path.model_id), path.kind, f"{escape(path.name)}.copy-{nonce}")
     )
->>>>>>> cea1787fabdc5e82d16e5b1078658e8b19ffe811
 
 
 def files(url: str) -> dict[str, int]:

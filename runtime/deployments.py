@@ -188,7 +188,6 @@ class IntakePart(BackgroundPart):
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(Intake(bus, log, tables, Results(bus), admission, recorder).run())
                 tasks.create_task(sessions.run())
-<<<<<<< HEAD
 
 
 class SamplerPart(BackgroundPart):
@@ -225,8 +224,6 @@ class SamplerPart(BackgroundPart):
             recorder,
             engine,
         ).run()
-=======
->>>>>>> cea1787fabdc5e82d16e5b1078658e8b19ffe811
 
 
 class OpenedApp:

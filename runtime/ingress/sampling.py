@@ -93,7 +93,7 @@ async def _checkpoint(deps: Deps, tenant: str, path: str) -> CheckpointRow:
         raise HTTPException(
             400, f"model_path {path!r} is of kind {parsed.kind}; sampled are {', '.join(SAMPLED)}"
         )
-    found = await deps.tables.checkpoints.get(parsed.key)
+    found = await deps.tables.checkpoints.get(parsed)
     if found is None or not (found[0].public or found[0].tenant == tenant):
         raise HTTPException(404, f"model_path {path!r} is not known")
     row = found[0]
