@@ -9,14 +9,16 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch._C._distributed_c10d import Store
 
-from actors import device, loss_pass, snapshot, weights
+from actors import checkpoint, checkpoint_parts, device, loss_pass, snapshot, weights
 from actors import optimizer as adamw
 from actors.contract import (
     EngineConfig,
@@ -33,11 +35,13 @@ from actors.models.families import spec_of
 from actors.packing import PackedRequest, Schedule, slots
 from actors.parallel import all_ranks_agree, answers, join
 from actors.residency import Residency
-from actors.snapshot import Writer
 from actors.tenants import Tenant, Tenants
 from actors.transforms import plan
 from actors.transforms.model import QuantizedWeights
+from actors.writer import Writer
 from bus.events import AdamParams
+
+T = TypeVar("T")
 
 
 class Engine:
@@ -57,7 +61,7 @@ class Engine:
         tenants = Tenants(self.base, self.spec, layout, self._new_base, config.fake_int4)
         away = config.away / f"rank{dist.get_rank()}" if config.away is not None else None
         self.tenants = Residency(tenants, config.max_resident_models, away)
-        self._snapshots = Writer()
+        self._writer = Writer()
 
     def _new_base(self) -> list[LogprobModel]:
         config = self._config
@@ -82,31 +86,68 @@ class Engine:
 
     def snapshot(self, model_id: str, folder: Path) -> None:
         """Copy this rank's part of the tenant, and begin to write it to a file of its own in `folder`."""
-        self._snapshots.begin(
-            snapshot.file_in(folder, dist.get_rank()), snapshot.take(self.tenants.activate(model_id))
-        )
+        file = snapshot.file_in(folder, dist.get_rank())
+        state = snapshot.take(self.tenants.activate(model_id))
+        self._writer.begin(file, partial(snapshot.write, state, file))
 
     def snapshot_written(self, folder: Path) -> str | None:
         """None while the file is being written; then "" where it is on the disk, else what went wrong."""
-        return self._snapshots.outcome(snapshot.file_in(folder, dist.get_rank()))
+        return self._writer.outcome(snapshot.file_in(folder, dist.get_rank()))
 
     def restore(self, model_id: str, config: TenantConfig, folder: Path) -> None:
         """The tenant as it was when the snapshot in `folder` was taken, by as many ranks.
 
         PassFailed, on all ranks, where one cannot read its part; there is no such tenant then.
         """
-        failure: Exception | None = None
-        state: snapshot.State = {}
+        state = self._read("snapshot", lambda: snapshot.read(snapshot.file_in(folder, dist.get_rank())))
+        self.create(model_id, config)
+        snapshot.restore(self.tenants.activate(model_id), state)
+
+    def save(self, model_id: str, folder: Path, optimizer: bool) -> None:
+        """Copy this rank's part of a checkpoint, and begin to write it to a file of its own in `folder`.
+
+        The window is left alone, and is no part of it.
+        """
+        file = checkpoint_parts.file_in(folder, dist.get_rank())
+        part = checkpoint.take(self.tenants.activate(model_id), optimizer=optimizer)
+        self._writer.begin(file, partial(checkpoint_parts.write, part, file))
+
+    def saved(self, folder: Path) -> str | None:
+        """As `snapshot_written`, of `save`."""
+        return self._writer.outcome(checkpoint_parts.file_in(folder, dist.get_rank()))
+
+    def load(self, model_id: str, folder: Path, optimizer: bool) -> None:
+        """Make a tenant what a checkpoint of its configuration is. The window ends.
+
+        With `optimizer` it goes on with the optimizer's state and counters, else with a fresh optimizer. PassFailed,
+        on all ranks, where one cannot read it; the tenant and its window are then as before.
+        """
+        tenant = self.tenants.activate(model_id)
+        found = self._read("checkpoint", lambda: checkpoint.read(tenant, folder, optimizer=optimizer))
+        checkpoint.put(tenant, found)
+
+    def create_from(self, model_id: str, config: TenantConfig, folder: Path, optimizer: bool) -> None:
+        """A tenant that starts from a checkpoint. PassFailed as `load`; there is no such tenant then."""
+        self.create(model_id, config)
         try:
-            state = snapshot.read(snapshot.file_in(folder, dist.get_rank()))
+            self.load(model_id, folder, optimizer)
+        except PassFailed:
+            self.unload(model_id)
+            raise
+
+    @staticmethod
+    def _read(what: str, read: Callable[[], T]) -> T:
+        """What every rank could read its part of; PassFailed on all of them where one could not."""
+        failure: Exception | None = None
+        try:
+            found = read()
         except Exception as error:  # told to every rank below, then raised
             failure = error
         if not all_ranks_agree(failure is None):
             if failure is None:
-                raise PassFailed("another rank's part of the snapshot cannot be read", elsewhere=True)
+                raise PassFailed(f"another rank's part of the {what} cannot be read", elsewhere=True)
             raise PassFailed(f"{type(failure).__name__}: {failure}") from failure
-        self.create(model_id, config)
-        snapshot.restore(self.tenants.activate(model_id), state)
+        return found
 
     def forward_backward(
         self, model_id: str, requests: Sequence[PackedRequest], labels: Sequence[int] = ()

@@ -208,6 +208,24 @@ class MegatronGroup:
         """The model as it was at a snapshot of as many ranks."""
         return self._submit(_nothing, "restore", model_id, config, folder)
 
+    def save(self, model_id: str, folder: Path, *, optimizer: bool) -> asyncio.Task[None]:
+        """Every rank copies its part of a checkpoint and begins to write it into `folder`."""
+        return self._submit(_nothing, "save", model_id, folder, optimizer)
+
+    def saved(self, folder: Path) -> asyncio.Task[str | None]:
+        """As `snapshot_written`, of `save`."""
+        return self._submit(_first_error, "saved", folder)
+
+    def load(self, model_id: str, folder: Path, *, optimizer: bool) -> asyncio.Task[None]:
+        """Go on from the checkpoint in `folder`. Raises PassFailed where it cannot be read; nothing changed then."""
+        return self._submit(_nothing, "load", model_id, folder, optimizer)
+
+    def create_from(
+        self, model_id: str, config: TenantConfig, folder: Path, *, optimizer: bool
+    ) -> asyncio.Task[None]:
+        """A model that starts from a checkpoint. Raises PassFailed where it cannot be read; there is none then."""
+        return self._submit(_nothing, "create_from", model_id, config, folder, optimizer)
+
     def close(self) -> None:
         """Kill the ranks and free their places. Safe to call twice."""
         if self._watch is not None:

@@ -35,6 +35,7 @@ from actors import device
 from actors.contract import AdapterConfig
 from actors.models.spec import ModelSpec
 from actors.shards import Shard
+from actors.weights import mine
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +174,16 @@ class Adapter(nn.Module):
             rows = size if by_rows else None
             yield Shard(f"{name}.lora_B.weight", tensor_of(b), 0 if by_rows else None, rows)
 
+    def from_whole(self, read: Callable[..., Tensor]) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Every parameter with this rank's part of what `read` has under PEFT's names: the inverse of `shards`."""
+        split = 1 if self.target.split == "columns" else None
+        names, sizes = self.target.names, self.target.out_features
+        stacked = [read(f"{name}.lora_A.weight", self.rank, self.target.in_features) for name in names]
+        yield self.A, torch.cat([mine(a, split) for a in stacked])
+        split = 0 if self.target.split == "rows" else None
+        for name, b, size in zip(names, self.B, sizes, strict=True):
+            yield b, mine(read(f"{name}.lora_B.weight", size, self.rank), split)
+
 
 class AdapterSet(nn.ModuleDict):
     """One tenant's adapters of a model chunk. A container of its own, so that it has its own gradient buffer."""
@@ -193,6 +204,11 @@ class AdapterSet(nn.ModuleDict):
         """Every adapter's tensors under PEFT's names."""
         for adapter in self.by_path.values():
             yield from adapter.shards(tensor_of)
+
+    def from_whole(self, read: Callable[..., Tensor]) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Every adapter's parameters with what `read` has for them."""
+        for adapter in self.by_path.values():
+            yield from adapter.from_whole(read)
 
 
 class AdapterHost:

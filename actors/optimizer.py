@@ -120,6 +120,41 @@ def set_states(optimizer: MegatronOptimizer, found: Sequence[dict[str, Any]]) ->
             }
 
 
+def adam_steps(optimizer: MegatronOptimizer) -> int:
+    """Steps that Adam has taken with what this rank steps; 0 where that is nothing."""
+    return max((int(state["step"]) for state in states(optimizer) if state), default=0)
+
+
+def reset(optimizer: MegatronOptimizer) -> None:
+    """As it was before its first step."""
+    for inner, parameter in _slots(optimizer):
+        inner.state.pop(parameter, None)
+
+
+def set_moments(
+    optimizer: MegatronOptimizer, parameter: nn.Parameter, moments: dict[str, Tensor], steps: int
+) -> None:
+    """Set `exp_avg` and `exp_avg_sq` of a parameter, each shaped like it: the inverse of `moment`."""
+    for part in _parts(optimizer):
+        if part.is_stub_optimizer:
+            continue
+        if isinstance(part, DistributedOptimizer):
+            if parameter not in part.model_param_group_index_map:
+                continue
+            group, order = part.model_param_group_index_map[parameter]
+            held = part.optimizer.param_groups[group]["params"][order]
+            mine = part._get_model_param_range_map(parameter)["param"]
+            values = {name: value.reshape(-1)[mine.start : mine.end] for name, value in moments.items()}
+        elif any(parameter is own for group in part.optimizer.param_groups for own in group["params"]):
+            held, values = parameter, moments
+        else:
+            continue
+        state: dict[str, Tensor] = {"step": torch.tensor(float(steps))}
+        for name, value in values.items():
+            state[name] = value.to(held.device, torch.float32, copy=True).reshape(held.shape)
+        part.optimizer.state[held] = state
+
+
 @torch.no_grad()
 def moment(optimizer: MegatronOptimizer, name: str, parameter: nn.Parameter) -> Tensor:
     """`exp_avg` or `exp_avg_sq` of a parameter, shaped like it; zeros before its first step.

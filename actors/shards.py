@@ -36,6 +36,17 @@ def whole(parts: Mapping[int, Shard]) -> Tensor:
     return torch.cat([part.tensor for part in ordered], dim=first.split).narrow(first.split, 0, first.size)
 
 
+def part(full: Tensor, split: int | None, rank: int, ranks: int) -> Tensor:
+    """The inverse of `whole`: the part of one of `ranks` tensor-parallel ranks; those at the end may hold zeros."""
+    if split is None or ranks == 1:
+        return full
+    if missing := -full.shape[split] % ranks:
+        shape = list(full.shape)
+        shape[split] = missing
+        full = torch.cat([full, full.new_zeros(shape)], dim=split)
+    return full.chunk(ranks, dim=split)[rank]
+
+
 def gather(ranks: Iterable[tuple[int, Iterable[Shard]]]) -> dict[str, Tensor]:
     """Whole tensors by name, from (tensor-parallel rank, shards) of ranks that together hold everything.
 

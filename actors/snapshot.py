@@ -7,7 +7,6 @@ was put away and restored goes on with the same bits.
 from __future__ import annotations
 
 import os
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -37,27 +36,6 @@ def write(state: State, file: Path) -> None:
 def read(file: Path) -> State:
     state: State = torch.load(file, weights_only=True)
     return state
-
-
-class Writer:
-    """Writes one state at a time, in a thread of its own, while training goes on."""
-
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
-        self._file: Path | None = None
-        self._writing: Future[None]
-
-    def begin(self, file: Path, state: State) -> None:
-        """What was begun before is over, or does not matter any more."""
-        self._file, self._writing = file, self._thread.submit(write, state, file)
-
-    def outcome(self, file: Path) -> str | None:
-        """None while `file` is being written; then "" for success, or the error."""
-        assert file == self._file, f"{file} is not what is being written"
-        if not self._writing.done():
-            return None
-        error = self._writing.exception()
-        return "" if error is None else f"{type(error).__name__}: {error}"
 
 
 def take(tenant: Tenant) -> State:

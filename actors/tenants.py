@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,6 +51,14 @@ class Tenant:
             else:
                 found.extend(weights.shards(module, self.spec, tensor_of))
         return found
+
+    def from_whole(self, read: weights.Read) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Every trained parameter with this rank's part of what `read` has: the inverse of `shards`."""
+        for module in self.trained:
+            if isinstance(module, AdapterSet):
+                yield from module.from_whole(read)
+            else:
+                yield from weights.from_whole(module, self.spec, read)
 
     def weights(self) -> dict[str, Tensor]:
         """This rank's part of the trained weights."""

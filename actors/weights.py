@@ -20,7 +20,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from actors.models.spec import ModelSpec, UnsupportedModel
-from actors.shards import Shard
+from actors.shards import Shard, part
 
 Read = Callable[..., Tensor]
 """Called with a Hugging Face name and the shape that the spec gives it."""
@@ -145,14 +145,10 @@ def entries(model: GPTModel, spec: ModelSpec) -> Iterator[Entry]:
             yield one("output_layer.weight", embedding, (vocab, hidden), 0)
 
 
-def _mine(full: Tensor, split: int | None) -> Tensor:
+def mine(full: Tensor, split: int | None) -> Tensor:
     """This tensor-parallel rank's slice; where the ranks do not divide the rows, the last ones are zero."""
     size = parallel_state.get_tensor_model_parallel_world_size()
-    if split is None or size == 1:
-        return full
-    if missing := -full.shape[split] % size:
-        full = torch.cat([full, full.new_zeros(missing, *full.shape[1:])])
-    return full.chunk(size, dim=split)[parallel_state.get_tensor_model_parallel_rank()]
+    return part(full, split, parallel_state.get_tensor_model_parallel_rank(), size)
 
 
 def joined(how: str, parts: Sequence[Tensor], spec: ModelSpec) -> Tensor:
@@ -172,19 +168,27 @@ def parted(entry: Entry, values: Tensor, spec: ModelSpec) -> Sequence[Tensor]:
     return values.chunk(len(entry.sources)) if entry.join == "stack" else split_qkv(values, spec)
 
 
+def from_whole(model: GPTModel, spec: ModelSpec, read: Read) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Every parameter of this rank's model chunk with what is read for it: the inverse of `shards`.
+
+    Raises UnsupportedModel, at the end, for parameters that nothing was read for.
+    """
+    parameters = dict(model.named_parameters())
+    for entry in entries(model, spec):
+        parts = [mine(read(source.name, *source.shape), source.split) for source in entry.sources]
+        yield parameters.pop(entry.parameter), joined(entry.join, parts, spec)
+    if parameters:
+        raise UnsupportedModel(f"nothing sets {', '.join(sorted(parameters))}")
+
+
 @torch.no_grad()
 def load(model: GPTModel, spec: ModelSpec, folder: Path) -> None:
     """Set every parameter of this rank's model chunk from the folder, in the parameter's dtype.
 
     Raises UnsupportedModel for a missing tensor or one of another shape; nothing is left unset.
     """
-    read = SafetensorsFolder(folder)
-    parameters = dict(model.named_parameters())
-    for entry in entries(model, spec):
-        parts = [_mine(read(source.name, *source.shape), source.split) for source in entry.sources]
-        parameters.pop(entry.parameter).copy_(joined(entry.join, parts, spec))
-    if parameters:
-        raise UnsupportedModel(f"{folder} sets no values for {', '.join(sorted(parameters))}")
+    for parameter, found in from_whole(model, spec, SafetensorsFolder(folder)):
+        parameter.copy_(found)
 
 
 def shards(model: GPTModel, spec: ModelSpec, tensor_of: Callable[[nn.Parameter], Tensor]) -> Iterator[Shard]:
@@ -194,10 +198,10 @@ def shards(model: GPTModel, spec: ModelSpec, tensor_of: Callable[[nn.Parameter],
     """
     parameters = dict(model.named_parameters())
     for entry in entries(model, spec):
-        values = tensor_of(parameters[entry.parameter])
-        for source, part in zip(entry.sources, parted(entry, values, spec), strict=True):
+        held = tensor_of(parameters[entry.parameter])
+        for source, piece in zip(entry.sources, parted(entry, held, spec), strict=True):
             size = None if source.split is None else source.shape[source.split]
-            yield Shard(source.name, part, source.split, size)
+            yield Shard(source.name, piece, source.split, size)
 
 
 def hugging_face_tensors(model: GPTModel, spec: ModelSpec) -> dict[str, Tensor]:

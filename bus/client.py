@@ -24,11 +24,13 @@ from bus.connection import connect as connect_bus
 from bus.datum import datum
 from bus.events import (
     AdamParams,
+    Checkpoint,
     CreateModel,
     Datum,
     Failed,
     ForwardBackward,
     ForwardBackwardDone,
+    LoadWeights,
     LoraConfig,
     LossChoice,
     ModelCreated,
@@ -36,8 +38,13 @@ from bus.events import (
     Op,
     OptimStep,
     OptimStepDone,
+    SaveWeights,
+    SaveWeightsExternal,
+    SaveWeightsForSampler,
     Submission,
     UnloadModel,
+    WeightsLoaded,
+    WeightsSaved,
     request_id,
 )
 from bus.results import Results
@@ -45,6 +52,7 @@ from bus.submit import QueueFull, Submitter
 
 __all__ = [
     "AdamParams",
+    "Checkpoint",
     "Client",
     "LoraConfig",
     "Model",
@@ -56,7 +64,15 @@ __all__ = [
     "datum",
 ]
 
-R = TypeVar("R", ModelCreated, ForwardBackwardDone, OptimStepDone, ModelUnloaded)
+R = TypeVar(
+    "R",
+    ModelCreated,
+    ForwardBackwardDone,
+    OptimStepDone,
+    WeightsSaved,
+    WeightsLoaded,
+    ModelUnloaded,
+)
 
 
 class OperationFailed(Exception):
@@ -96,13 +112,19 @@ class Client:
         self,
         model_id: str,
         *,
-        base_model: str,
+        base_model: str = "",
         lora: LoraConfig | None = None,
         user_metadata: Mapping[str, str] | None = None,
+        start: Checkpoint | None = None,
     ) -> Model:
-        """A new model, ready to train. `lora=None` asks for full-parameter training. Raises OperationFailed."""
+        """A new model, ready to train. `lora=None` asks for full-parameter training. Raises OperationFailed.
+
+        With `start` it begins as that checkpoint, with its configuration: `base_model` and `lora` may be left out.
+        """
         model = Model(self, model_id, next_seq_id=0)
-        op = CreateModel(base_model=base_model, lora=lora, user_metadata=dict(user_metadata or {}))
+        op = CreateModel(
+            base_model=base_model, lora=lora, user_metadata=dict(user_metadata or {}), start=start
+        )
         await (await model._send(op, ModelCreated))
         return model
 
@@ -153,6 +175,43 @@ class Model:
         if adam_params is not None and fields:
             raise TypeError("give adam_params or its fields, not both")
         return await self._send(OptimStep(adam_params=adam_params or AdamParams(**fields)), OptimStepDone)
+
+    async def save_weights(
+        self,
+        name: str,
+        *,
+        overwrite: bool = False,
+        ttl_seconds: int | None = None,
+        user_metadata: Mapping[str, str] | None = None,
+    ) -> Pending[WeightsSaved]:
+        """Save weights, optimizer and counters as they are after everything sent before; training goes on meanwhile."""
+        op = SaveWeights(
+            name=name,
+            overwrite=overwrite,
+            ttl_seconds=ttl_seconds,
+            user_metadata=dict(user_metadata or {}),
+        )
+        return await self._send(op, WeightsSaved)
+
+    async def save_weights_for_sampler(
+        self, name: str, *, ttl_seconds: int | None = None, user_metadata: Mapping[str, str] | None = None
+    ) -> Pending[WeightsSaved]:
+        """Save weights to sample from."""
+        op = SaveWeightsForSampler(
+            name=name, ttl_seconds=ttl_seconds, user_metadata=dict(user_metadata or {})
+        )
+        return await self._send(op, WeightsSaved)
+
+    async def save_weights_external(
+        self, name: str, *, ttl_seconds: int | None = None
+    ) -> Pending[WeightsSaved]:
+        """Save weights for other programs: a PEFT folder, or a Hugging Face one of a model that trains whole."""
+        return await self._send(SaveWeightsExternal(name=name, ttl_seconds=ttl_seconds), WeightsSaved)
+
+    async def load_weights(self, path: str, *, optimizer: bool = False) -> Pending[WeightsLoaded]:
+        """Go on from `tinker://<model_id>/weights/<name>`, with its optimizer state or a fresh one."""
+        op = LoadWeights(checkpoint=Checkpoint(path=path, optimizer=optimizer))
+        return await self._send(op, WeightsLoaded)
 
     async def unload(self) -> ModelUnloaded:
         """End the model once everything sent before has run."""

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from bus import sdk_wire
+from bus import sdk_sample, sdk_wire
 from bus.errors import CodecError, NewerFormat, newer_format
 from bus.events import (
     FORMAT,
@@ -26,6 +26,7 @@ from bus.events import (
     OptimStepDone,
     Refused,
     Result,
+    Sampled,
     Submission,
     Tensor,
     UnloadModel,
@@ -46,6 +47,7 @@ __all__ = [
     "peek_forward_backward",
     "peek_forward_only",
     "result_to_sdk_protobuf",
+    "sampled_to_sdk_protobuf",
 ]
 
 MSGPACK = "application/msgpack"
@@ -179,6 +181,11 @@ def datum_sizes(body: bytes) -> list[int]:
 def result_to_sdk_protobuf(done: ForwardBackwardDone) -> bytes:
     """The `ForwardBackwardOutput` that the SDK's poll expects."""
     return sdk_wire.from_result(done)
+
+
+def sampled_to_sdk_protobuf(sampled: Sampled) -> bytes:
+    """The `SampleResponse` that the SDK's poll expects."""
+    return sdk_sample.from_sampled(sampled)
 
 
 def _explained(error: Exception, body: bytes, content_type: str) -> CodecError:

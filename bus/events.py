@@ -234,6 +234,57 @@ class ModelUnloaded(Event, frozen=True, tag_field="type", tag="model_unloaded"):
     model_id: str
 
 
+class TopLogprobs(Event, frozen=True):
+    """The likeliest tokens at each of N positions, K columns, likeliest first. An empty cell holds 0 and -99999.0."""
+
+    token_ids: Tensor
+    """int32, shape (N, K)."""
+    logprobs: Tensor
+    """float32, shape (N, K), nats."""
+
+
+class SampledSequence(Event, frozen=True):
+    """One generated sequence. What ended it, a token or a text, is its end."""
+
+    tokens: Tensor
+    """int32, shape (N,)."""
+    logprobs: Tensor
+    """float32, shape (N,), nats: of the distribution at the request's temperature, before top-k and top-p."""
+    stop_reason: Literal["stop", "length"]
+    top_logprobs: TopLogprobs | None = None
+    """Of the same distribution."""
+
+
+class TargetLogprobs(Event, frozen=True):
+    """Logprobs of the token ids that the request named, in the layout in which it named them; 0 where it named -1."""
+
+    logprobs: Tensor
+    """float32: shape (N - 1, K), or (nnz,) with the CSR indices below."""
+    shape: tuple[int, int]
+    crow_indices: tuple[int, ...] | None = None
+    col_indices: tuple[int, ...] | None = None
+
+
+class PromptAltTokens(Event, frozen=True):
+    """Tokens drawn at each prompt position after the first, at the request's temperature."""
+
+    tokens: Tensor
+    """int32, shape (N - 1, K)."""
+    logprobs: Tensor
+    """float32, shape (N - 1, K), nats."""
+
+
+class Sampled(Event, frozen=True, tag_field="type", tag="sampled"):
+    """What a sampling request gave; `model_id` of its result is the sampling session's."""
+
+    sequences: tuple[SampledSequence, ...]
+    prompt_logprobs: Tensor | None = None
+    """float32, shape of the prompt, nats, at temperature 1; NaN at the first token and where none was asked for."""
+    top_prompt_logprobs: TopLogprobs | None = None
+    target_prompt_logprobs: TargetLogprobs | None = None
+    prompt_alt_tokens: PromptAltTokens | None = None
+
+
 class Failed(Event, frozen=True, tag_field="type", tag="failed"):
     error: str
     category: Literal["user", "server", "unknown"]
@@ -242,7 +293,14 @@ class Failed(Event, frozen=True, tag_field="type", tag="failed"):
 
 
 Outcome: TypeAlias = (
-    ModelCreated | ForwardBackwardDone | OptimStepDone | WeightsSaved | WeightsLoaded | ModelUnloaded | Failed
+    ModelCreated
+    | ForwardBackwardDone
+    | OptimStepDone
+    | WeightsSaved
+    | WeightsLoaded
+    | ModelUnloaded
+    | Sampled
+    | Failed
 )
 
 
@@ -275,3 +333,22 @@ def parse_request_id(text: str) -> tuple[str, int | None]:
     if not (number.isascii() and number.isdigit()) or (len(number) > 1 and number[0] == "0"):
         raise ValueError(f"request_id {text!r} is malformed: {number!r} is not a seq_id")
     return model_id, int(number)
+
+
+def sample_request_id(sampling_session_id: str, seq_id: int) -> str:
+    """The request id of a sampling request: no operation of a model ever has one like it.
+
+    >>> sample_request_id("run-1:sample:0", 4)
+    'run-1:sample:0#s4'
+    """
+    return f"{sampling_session_id}#s{seq_id}"
+
+
+def parse_sample_request_id(text: str) -> tuple[str, int] | None:
+    """The inverse of `sample_request_id`; None for what it did not make."""
+    session, mark, number = text.rpartition("#s")
+    if not mark or not session or not (number.isascii() and number.isdigit()):
+        return None
+    if len(number) > 1 and number[0] == "0":
+        return None
+    return session, int(number)

@@ -24,6 +24,8 @@ class LedgerRow(msgspec.Struct, frozen=True, kw_only=True):
     """Where the operation stands, or stood, in the log."""
     horizon: int | None = None
     """Of a failure: the log's last position when it was published; see `runtime.lost_calls`."""
+    loaded: str | None = None
+    """Of a load: the folder of what was loaded, an fsspec URL. A replay loads that, whatever has its name by then."""
     given_up: int = 0
     """How often it took the ranks down before it was given up; it never runs again. 0 for all others."""
 
@@ -54,9 +56,15 @@ class Ledger:
         position: int,
         horizon: int | None = None,
         given_up: int = 0,
+        loaded: str | None = None,
     ) -> None:
         row = LedgerRow(
-            body_hash=body_hash, outcome=outcome, position=position, horizon=horizon, given_up=given_up
+            body_hash=body_hash,
+            outcome=outcome,
+            position=position,
+            horizon=horizon,
+            given_up=given_up,
+            loaded=loaded,
         )
         await self._table.put(self._key(model_id, seq_id), row)
 

@@ -7,6 +7,8 @@ tinker.v1.results.<tenant>.<model_id>.<seq_id>    one result per operation
 tinker.v1.results.<tenant>.<model_id>.<seq_id>.<ref>.<piece>   a result that is too large for one message
 tinker.v1.stored.ops|results.…                    headers of what was just stored on the two subjects above
 tinker.v1.metrics.<process>                       metric snapshots, not stored
+tinker.v1.sample.<group>                          sampling requests, to whichever sampler process takes them; not stored
+tinker.v1.sample.<group>.<process>                what one sampler process alone is asked; not stored
 """
 
 from __future__ import annotations
@@ -116,6 +118,14 @@ def stored(subject: str) -> str:
 
 def metrics(process: str) -> str:
     return f"{PREFIX}.metrics.{escape(process)}"
+
+
+def sample(group: str) -> str:
+    return f"{PREFIX}.sample.{escape(group)}"
+
+
+def sampler_process(group: str, process: str) -> str:
+    return f"{PREFIX}.sample.{escape(group)}.{escape(process)}"
 
 
 def split(subject: str) -> list[str]:

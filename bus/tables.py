@@ -108,8 +108,22 @@ class SamplerRow(msgspec.Struct, frozen=True, kw_only=True):
     lora: LoraConfig | None = None
     generation: int = 0
     """Grows when the weights of an inflight sampler change."""
+    model_id: str | None = None
+    """Of the model whose weights were saved for this session alone; None for all others."""
+    seq_id: int | None = None
+    """Of the operation that saved them."""
+    inflight: bool = False
+    """Whether it goes on with the weights of the model's later inflight saves."""
     clones: int = 0
     """Clients that have joined beside the one that made it."""
+
+
+class SampleRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A sampling request that a sampler process has taken and not answered yet; by (sampling_session_id, seq_id)."""
+
+    tenant: str
+    process: str
+    """Of the sampler: what it listens for under `subjects.sampler_process`. When it is gone, so is the request."""
 
 
 class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -207,6 +221,10 @@ class Table(Generic[T]):
         """When a row whose key begins with the ids in `prefix` was last written, in whole seconds since 1970."""
         return await scan.last_time(self._bus, self._stream, f"{self._subject(prefix)}.>")
 
+    async def forget(self, key: Key) -> None:
+        """Drop one row without a trace."""
+        await scan.purge(self._bus, self._stream, self._subject(key))
+
     async def purge(self, prefix: Key) -> None:
         """Drop every row whose key begins with the ids in `prefix`, without a trace."""
         await scan.purge(self._bus, self._stream, f"{self._subject(prefix)}.>")
@@ -270,10 +288,19 @@ class Table(Generic[T]):
         return ids[0] if len(ids) == 1 else ids
 
 
-async def open_table(bus: Bus, name: str, row_type: type[T], *, replicas: int = 1) -> Table[T]:
-    """The table over bucket `name`, which is created when it is missing."""
+async def open_table(
+    bus: Bus,
+    name: str,
+    row_type: type[T],
+    *,
+    replicas: int = 1,
+    durable: bool = True,
+    ttl_s: float | None = None,
+) -> Table[T]:
+    """The table over bucket `name`, which is created when it is missing. `ttl_s` is the age at which a row goes."""
+    storage = api.StorageType.FILE if durable else api.StorageType.MEMORY
     config = api.KeyValueConfig(
-        bucket=name, history=1, storage=api.StorageType.FILE, direct=True, replicas=replicas
+        bucket=name, history=1, storage=storage, direct=True, replicas=replicas, ttl=ttl_s
     )
     try:
         await bus.js.create_key_value(config)
@@ -301,6 +328,7 @@ class Tables:
         checkpoints: Table[CheckpointRow],
         samplers: Table[SamplerRow],
         heartbeats: Table[HeartbeatRow],
+        samples: Table[SampleRow],
     ) -> None:
         self.sessions = sessions
         self.models = models
@@ -309,6 +337,8 @@ class Tables:
         self.checkpoints = checkpoints
         self.samplers = samplers
         self.heartbeats = heartbeats
+        self.samples = samples
+        """In the broker's memory: none of these requests outlives its sampler, nor need it outlive the broker."""
 
     @classmethod
     async def open(cls, bus: Bus, *, replicas: int = 1) -> Tables:
@@ -320,4 +350,7 @@ class Tables:
             checkpoints=await open_table(bus, "tinker_checkpoints", CheckpointRow, replicas=replicas),
             samplers=await open_table(bus, "tinker_samplers", SamplerRow, replicas=replicas),
             heartbeats=await open_table(bus, "tinker_heartbeats", HeartbeatRow, replicas=replicas),
+            samples=await open_table(
+                bus, "tinker_samples", SampleRow, replicas=replicas, durable=False, ttl_s=86_400
+            ),
         )

@@ -1,4 +1,4 @@
-"""The message classes of the SDK's protobuf wire: `ForwardBackwardRequest` and `ForwardBackwardOutput`.
+"""The message classes of the SDK's protobuf wire: `ForwardBackwardRequest`, `ForwardBackwardOutput`, `SampleResponse`.
 
 They are built from the field table below in a descriptor pool of their own, so that this module and the SDK's
 generated one can live in one process. The tables are the SDK's `tinker_public` package, proto3; fields that a
@@ -15,6 +15,8 @@ PACKAGE = "tinker_public"
 
 UNSPECIFIED, FLOAT32, INT64, INT32, BFLOAT16 = range(5)
 """The values of the enum `DType`."""
+STOP_REASONS = {"stop": 0, "length": 1}
+"""The values of the enum `StopReason`."""
 
 _SCALARS = {"string": 9, "bytes": 12, "bool": 8, "double": 1, "int32": 5, "int64": 3, "uint32": 13}
 _OPTIONAL, _REPEATED, _MESSAGE, _ENUM = 1, 3, 11, 14
@@ -39,7 +41,19 @@ _FIELDS: dict[str, str] = {
     "ArrayRecord": "1 string type_tag; 2 map BatchedTensor fields; 3 int64 num_datums",
     "ForwardBackwardOutput": "1 string loss_fn_output_type; 2 repeated ArrayRecord loss_fn_outputs; "
     "3 map double metrics",
+    "TopkLogprobs": "1 bytes token_ids; 2 bytes logprobs; 3 uint32 k; 4 uint32 length",
+    "SampledSequence": "1 StopReason stop_reason; 2 bytes tokens; 3 bytes logprobs; "
+    "4 TopkLogprobs topk_sampled_logprobs",
+    "PromptAltTokens": "1 Tensor tokens; 2 Tensor logprobs",
+    "SampleResponse": "1 repeated SampledSequence sequences; 2 bytes prompt_logprobs; "
+    "3 TopkLogprobs topk_prompt_logprobs; 4 int32 prompt_cache_hit_tokens; 5 Tensor target_prompt_logprobs; "
+    "6 PromptAltTokens prompt_alt_tokens",
 }
+_ENUMS = {
+    "DType": ("DTYPE", ("UNSPECIFIED", "FLOAT32", "INT64", "INT32", "BFLOAT16")),
+    "StopReason": ("STOP_REASON", ("STOP", "LENGTH")),
+}
+"""By name: what the names of the values begin with, and the values from 0 on."""
 
 
 def _add_field(message: Any, number: int, label: str, kind: str, name: str) -> Any:
@@ -53,7 +67,7 @@ def _add_field(message: Any, number: int, label: str, kind: str, name: str) -> A
     elif kind in _SCALARS:
         field.type = _SCALARS[kind]
     else:
-        field.type = _ENUM if kind == "DType" else _MESSAGE
+        field.type = _ENUM if kind in _ENUMS else _MESSAGE
         field.type_name = f".{PACKAGE}.{kind}"
     return field
 
@@ -62,9 +76,10 @@ def _file() -> Any:
     file = descriptor_pb2.FileDescriptorProto(
         name="tinkerbus/tinker_public.proto", package=PACKAGE, syntax="proto3"
     )
-    dtype = file.enum_type.add(name="DType")
-    for number, name in enumerate(("UNSPECIFIED", "FLOAT32", "INT64", "INT32", "BFLOAT16")):
-        dtype.value.add(name=f"DTYPE_{name}", number=number)
+    for enum_name, (prefix, values) in _ENUMS.items():
+        enum = file.enum_type.add(name=enum_name)
+        for number, name in enumerate(values):
+            enum.value.add(name=f"{prefix}_{name}", number=number)
     for message_name, rows in _FIELDS.items():
         message = file.message_type.add(name=message_name)
         for row in rows.split("; "):
@@ -88,3 +103,4 @@ def _message_class(name: str) -> Any:
 
 ForwardBackwardRequest: Any = _message_class("ForwardBackwardRequest")
 ForwardBackwardOutput: Any = _message_class("ForwardBackwardOutput")
+SampleResponse: Any = _message_class("SampleResponse")

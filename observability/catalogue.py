@@ -143,6 +143,21 @@ _QUEUE = (
     _counter("bus_consumed_messages", "messages", ("stream",), "Messages taken from a stream."),
 )
 
+_SAMPLER = (
+    _counter("sampler_requests", "requests", ("group", "outcome"), "Sampling requests with a result."),
+    _counter("sampler_tokens", "tokens", ("group",), "Tokens generated."),
+    _gauge("sampler_running_sequences", "sequences", ("group",), "Sequences that are being generated."),
+    _gauge("sampler_waiting_requests", "requests", ("group",), "Sampling requests that have not begun."),
+    Metric(
+        f"{PREFIX}sampler_request_duration_seconds",
+        "histogram",
+        "seconds",
+        ("group",),
+        "Time of a sampling request, from acceptance to result.",
+        _UP_TO_AN_HOUR,
+    ),
+)
+
 _HEALTH = (
     _gauge("ranks_alive", "ranks", ("group",), "Ranks that answer."),
     _counter("recoveries", "recoveries", ("group",), "Times the group was rebuilt."),
@@ -159,7 +174,7 @@ _OF_THE_EXPORTER = (
 )
 
 RECORDED: dict[str, Metric] = {
-    metric.name: metric for metric in (*_GRADIENTS, *_GAP, *_THROUGHPUT, *_QUEUE, *_HEALTH)
+    metric.name: metric for metric in (*_GRADIENTS, *_GAP, *_THROUGHPUT, *_QUEUE, *_SAMPLER, *_HEALTH)
 }
 """What processes record, by name. Each has a label at least."""
 

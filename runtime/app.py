@@ -1,4 +1,4 @@
-"""The Serve applications, put together: ingress, metrics, intake and one dispatcher per group."""
+"""The Serve applications, put together: ingress, metrics, intake, one dispatcher per group, samplers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from runtime.deployments import (
     DispatcherPart,
     IntakePart,
     OpenedApp,
+    SamplerPart,
     Wiring,
     ingress_app,
     metrics_app,
@@ -32,11 +33,13 @@ OPEN_REQUESTS = 10_000
 def targets(wiring: Wiring) -> list[RunTarget]:
     """All applications. Only two are reachable over HTTP; the others live on the bus."""
     dispatchers = 1 + wiring.settings.recovery.standby_dispatchers
+    samplers = wiring.settings.sampler.replicas
     return [
         _http("tinkerbus", "/", "Ingress", wiring, ingress_app, wiring.settings.http.replicas),
         _http("metrics", "/metrics", "Exporter", wiring, metrics_app, 1),
         _background("intake", IntakePart, wiring, 1, HEALTH),
         _background(f"group-{wiring.group}", DispatcherPart, wiring, dispatchers, PATIENT),
+        *([_background("sampler", SamplerPart, wiring, samplers, PATIENT)] if samplers else []),
     ]
 
 

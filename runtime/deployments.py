@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import logging
 import os
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
@@ -187,6 +188,42 @@ class IntakePart(BackgroundPart):
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(Intake(bus, log, tables, Results(bus), admission, recorder).run())
                 tasks.create_task(sessions.run())
+
+
+class SamplerPart(BackgroundPart):
+    """Samples for one group, in a process of its own: never behind training, and not on the log."""
+
+    role = "sampler"
+
+    async def work(self, bus: Bus, recorder: Recorder) -> None:
+        from runtime.sampler.server import SamplerServer
+
+        settings = self._wiring.settings
+
+        def engine() -> Any:
+            # Seconds of imports, and the base model's memory: not before somebody samples.
+            from runtime import base_model
+            from runtime.sampler.engine import TransformersEngine
+
+            sampler = settings.sampler
+            return TransformersEngine(
+                base_model.folder(settings),
+                max_running=sampler.max_running,
+                max_samplers=sampler.max_samplers,
+            )
+
+        tables = await self._wiring.tables(bus)
+        process = f"{process_name(self.role)}-{secrets.token_hex(4)}"
+        await SamplerServer(
+            bus,
+            self._wiring.group,
+            process,
+            settings.sampler,
+            tables.samples,
+            Results(bus),
+            recorder,
+            engine,
+        ).run()
 
 
 class OpenedApp:

@@ -22,6 +22,9 @@ from bus.lease import Lease
 from bus.log import LogEntry
 from bus.tables import GroupRow
 from runtime import base_model, fingerprint
+from runtime.checkpoints import manifest, store
+from runtime.checkpoints.manifest import BaseModel
+from runtime.checkpoints.saving import Base
 from runtime.config import Settings
 from runtime.fingerprint import FingerprintDiffers
 from runtime.hand_over import packing
@@ -54,6 +57,16 @@ def group_config(settings: Settings, folder: Path, *, gpus: bool) -> GroupConfig
     )
 
 
+def _base(settings: Settings, folder: Path) -> Base:
+    """What checkpoints are of. An adapter names what the operator calls the model, or else where it lies."""
+    identity = BaseModel(
+        name=settings.served_name,
+        files=fingerprint.model_files(folder),
+        shape=manifest.shape(spec_of(folder)),
+    )
+    return Base(folder, settings.model_name or str(folder), identity)
+
+
 class Dispatcher:
     """See the module. `run` goes on until it is cancelled."""
 
@@ -64,6 +77,7 @@ class Dispatcher:
         settings = services.settings
         self._snapshots = Path(settings.data).resolve() / "snapshots" / group_name
         self._fingerprint = fingerprint.fingerprint(config, packing(settings))
+        self._base = _base(settings, folder)
         self._pipeline: Pipeline | None = None
         self._tries: dict[str, int] = {}
         spec = spec_of(folder)
@@ -96,7 +110,17 @@ class Dispatcher:
                 group = await MegatronGroup.start(self._config)
                 await lease.confirm()
                 kept = await asyncio.to_thread(Snapshots, self._snapshots)
-                pipeline = Pipeline(self._s, lease, group, kept, self._fingerprint, cautious=died_before)
+                checkpoints = await asyncio.to_thread(store.of_service, self._s.settings)
+                pipeline = Pipeline(
+                    self._s,
+                    lease,
+                    group,
+                    kept,
+                    self._fingerprint,
+                    checkpoints,
+                    self._base,
+                    cautious=died_before,
+                )
                 await self._live(pipeline)
             except GroupDied as died:
                 died_before = recovers = True

@@ -33,7 +33,7 @@ def fingerprint(group: GroupConfig, packing: PackingConfig) -> dict[str, str]:
         "dtype": engine.dtype,
         "head": "fused" if engine.fused_head else "plain",
         "fake_int4": str(engine.fake_int4),
-        "model": _model(engine.model_folder),
+        "model": model_files(engine.model_folder),
     }
 
 
@@ -60,7 +60,7 @@ def _words(fields: dict[str, object]) -> str:
     return " ".join(f"{name}={value}" for name, value in fields.items())
 
 
-def _model(folder: Path) -> str:
+def model_files(folder: Path) -> str:
     """A hash of the folder's config, and of its files' names and sizes."""
     digest = hashlib.blake2b(digest_size=8)
     digest.update((folder / "config.json").read_bytes())

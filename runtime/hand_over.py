@@ -6,10 +6,11 @@ Everything that can be refused is refused here, for that operation alone, before
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from actors.contract import StepOutput, TenantConfig
+from actors.contract import PassFailed, StepOutput, TenantConfig
 from actors.group import MegatronGroup, RequestOutput
 from actors.packing import PackedRequest, PackingConfig, pack
 from bus.blobs import BlobLost
@@ -18,15 +19,23 @@ from bus.events import (
     CreateModel,
     Failed,
     ForwardBackward,
+    LoadWeights,
     ModelUnloaded,
     Op,
     OptimStep,
     Outcome,
     Refused,
+    SaveWeights,
+    SaveWeightsExternal,
+    SaveWeightsForSampler,
     UnloadModel,
 )
+from bus.ledger import LedgerRow
 from bus.log import LogEntry
 from runtime import checks, entries, outcomes
+from runtime.checkpoints import manifest
+from runtime.checkpoints.loading import CheckpointGone, Found, Loading
+from runtime.checkpoints.saving import Saving
 from runtime.checks import Refusal
 from runtime.config import Settings
 from runtime.job import Job
@@ -34,7 +43,12 @@ from runtime.lost_calls import LostCalls
 from runtime.passes import Passes
 from runtime.sequencer import GAP, Turn
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
+
+Told = tuple[LedgerRow, Outcome]
+"""What became of an operation in an earlier life."""
 
 LARGE_BODY = 64 * 1024
 """Bodies above this are decoded and checked in a thread, so that the event loop stays free."""
@@ -50,11 +64,23 @@ class HandOver:
     """Decides each turn of one group's life."""
 
     def __init__(
-        self, settings: Settings, group: MegatronGroup, whole: Callable[[LogEntry], Awaitable[LogEntry]]
+        self,
+        settings: Settings,
+        group: MegatronGroup,
+        whole: Callable[[LogEntry], Awaitable[LogEntry]],
+        told: Callable[[LogEntry], Awaitable[Told | None]],
+        saving: Saving,
+        loading: Loading,
     ) -> None:
-        """`whole` brings the body of an entry whose body is stored apart. Raises BlobLost."""
+        """`whole` brings the body of an entry whose body is stored apart. Raises BlobLost.
+
+        `told`: what became of an entry in an earlier life; None for one that had no result yet.
+        """
         self._settings = settings
         self._whole = whole
+        self._told = told
+        self._saving = saving
+        self._loading = loading
         self._spec = group.spec
         self._passes = Passes(group)
         self._packing = packing(settings)
@@ -75,13 +101,14 @@ class HandOver:
     def lose(self, model_id: str, because: str) -> None:
         """The model's state is lost; its operations fail with `because`."""
         self._lost_models[model_id] = because
+        self._live.pop(model_id, None)
 
     def flush(self) -> None:
         """Hand to the ranks whatever had its turn."""
         self._passes.flush()
 
     async def begin(self, job: Job, turn: Turn, given_up: int = 0) -> None:
-        """Set the job's outcome, or hand it to the ranks. Never raises for what a user sent.
+        """Set the job's outcome, or hand it to the ranks. Never raises for what a user sent; raises GroupDied.
 
         `given_up`: how often it took the ranks down; if at all, it does not go there again.
         """
@@ -119,7 +146,7 @@ class HandOver:
     async def _hand_over(self, job: Job, op: Op) -> None:
         model_id = job.entry.model_id
         match op:
-            case CreateModel():
+            case CreateModel(start=None):
                 chosen = checks.training(op, self._settings)
                 self._run(job, self._passes.group().create(model_id, chosen))
                 self._live[model_id] = chosen
@@ -132,6 +159,15 @@ class HandOver:
                 job.finish = _scored
             case OptimStep():
                 self._step(job, op)
+            case SaveWeights() | SaveWeightsForSampler() | SaveWeightsExternal():
+                if (told := await self._told(job.entry)) is not None:
+                    _, job.outcome = told  # it changed nothing, so there is nothing to rebuild
+                    return
+                await self._saving.begin(job, op, self._live[model_id], self._passes.group)
+                if job.ranks is not None:
+                    self._passes.track(job.ranks)
+            case LoadWeights() | CreateModel():
+                await self._load(job, op)
             case UnloadModel():
                 if model_id in self._live:
                     self._run(job, self._passes.group().unload(model_id))
@@ -143,6 +179,69 @@ class HandOver:
                 job.verb = "refused"
                 job.loses_gradient = op.verb in (None, GAP, "forward_backward")
                 job.outcome = Failed(error=op.error, category="user", field=op.field)
+
+    async def _load(self, job: Job, op: LoadWeights | CreateModel) -> None:
+        """Rare enough to be waited for: what is decided after it knows whether it went well.
+
+        In a replay it loads what it loaded before, or loses the model; it never goes on with other weights.
+        """
+        entry = job.entry
+        told = await self._told(entry)
+        if told is not None and told[0].outcome == "failed":
+            _, job.outcome = told
+            return
+        url = told[0].loaded if told is not None else None
+        try:
+            found = await self._find(entry, op, url)
+            await self._at_ranks(job, op, found)
+        except (CheckpointGone, PassFailed, Refusal) as error:
+            if told is None:
+                if isinstance(error, Refusal):
+                    raise
+                job.outcome = outcomes.not_loaded(str(error))
+                return
+            _, job.outcome = told
+            self._lose(job, str(error))
+
+    def _lose(self, job: Job, error: str) -> None:
+        """A replay cannot load what was loaded: there is no way to the state that the model had."""
+        model_id = job.entry.model_id
+        because = f"seq_id {job.entry.seq_id} loaded a checkpoint that cannot be loaded again: {error}"
+        log.error("model %s is lost: %s", model_id, because)
+        if model_id in self._live:
+            self._run(job, self._passes.group().unload(model_id))
+        self.lose(model_id, because)
+
+    async def _find(self, entry: LogEntry, op: LoadWeights | CreateModel, url: str | None) -> Found:
+        checkpoint = op.checkpoint if isinstance(op, LoadWeights) else op.start
+        assert checkpoint is not None
+        return await self._loading.find(entry.tenant, checkpoint, url)
+
+    async def _at_ranks(self, job: Job, op: LoadWeights | CreateModel, found: Found) -> None:
+        entry, model_id = job.entry, job.entry.model_id
+        async with self._loading.files(found) as folder:
+            if isinstance(op, LoadWeights):
+                self._loading.check(found, self._live[model_id])
+                optimizer = op.checkpoint.optimizer
+                loading = self._passes.group().load(model_id, folder, optimizer=optimizer)
+                self._passes.track(loading)
+                await loading
+                assert entry.position is not None
+                # Whatever the window had lost went with it.
+                self.lost.settle(model_id, _number(entry), entry.position)
+                job.outcome = outcomes.loaded(op.checkpoint.path, model_id)
+            else:
+                assert op.start is not None
+                chosen = self._loading.training(found, op, self._settings)
+                loading = self._passes.group().create_from(
+                    model_id, chosen, folder, optimizer=op.start.optimizer
+                )
+                self._passes.track(loading)
+                await loading
+                self._live[model_id] = chosen
+                name = self._settings.served_name
+                job.outcome = outcomes.created_from(model_id, name, manifest.lora(chosen))
+        job.loaded = found.url
 
     def _give_up(self, job: Job, op: Op, tries: int) -> None:
         """What it would have changed stays, except that a step ends its window all the same."""

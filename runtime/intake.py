@@ -178,7 +178,9 @@ def _row_of(submitted: Submitted) -> ModelRow:
     if isinstance(submitted.submission, CodecError) or not isinstance(submitted.submission.op, CreateModel):
         return row
     op = submitted.submission.op
-    return replace(row, base_model=op.base_model, lora=op.lora, user_metadata=op.user_metadata)
+    # Of a model that starts from a checkpoint, the base model shows once it is live.
+    base_model = op.base_model or (op.start.path if op.start is not None else "")
+    return replace(row, base_model=base_model, lora=op.lora, user_metadata=op.user_metadata)
 
 
 def _uncreated(row: ModelRow) -> ModelRow:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,12 @@ class Job:
     """Set at once, or by `finish`."""
     finish: Callable[[Any], Outcome] | None = None
     """From the ranks' answer to the outcome; None when `outcome` stands whatever they answer."""
+    after: Callable[[], Awaitable[Outcome]] | None = None
+    """What is left to do once the ranks have answered, while they go on: it comes to the outcome."""
+    behind: Job | None = None
+    """A load before it: what was computed with those weights is told when the load is."""
+    loaded: str | None = None
+    """The URL of the checkpoint that the ranks have loaded."""
     charged_s: float = 0.0
     """Rank time that its tenant was charged with when it was handed over."""
     loses_gradient: bool = False

@@ -7,12 +7,38 @@ from __future__ import annotations
 
 from actors.contract import StepOutput
 from actors.group import RequestOutput
-from bus.events import CreateModel, Failed, ForwardBackwardDone, ModelCreated, OptimStepDone, Tensor
+from bus.events import (
+    CreateModel,
+    Failed,
+    ForwardBackwardDone,
+    LoraConfig,
+    ModelCreated,
+    OptimStepDone,
+    Tensor,
+    WeightsLoaded,
+    WeightsSaved,
+)
 from runtime.checks import Refusal
 
 
 def created(model_id: str, op: CreateModel) -> ModelCreated:
     return ModelCreated(model_id=model_id, base_model=op.base_model, lora=op.lora)
+
+
+def created_from(model_id: str, base_model: str, lora: LoraConfig | None) -> ModelCreated:
+    return ModelCreated(model_id=model_id, base_model=base_model, lora=lora)
+
+
+def loaded(path: str, model_id: str) -> WeightsLoaded:
+    return WeightsLoaded(path=path, model_id=model_id)
+
+
+def saved(path: str, size_bytes: int) -> WeightsSaved:
+    return WeightsSaved(path=path, size_bytes=size_bytes)
+
+
+def session_opened(sampling_session_id: str) -> WeightsSaved:
+    return WeightsSaved(sampling_session_id=sampling_session_id)
 
 
 def forward_backward_done(output: RequestOutput) -> ForwardBackwardDone:
@@ -35,6 +61,28 @@ def optim_step_done(step: StepOutput) -> OptimStepDone:
             "window_tokens": float(step.window_tokens),
             "finalizations": float(step.finalizations),
         }
+    )
+
+
+def name_taken(error: str, field: str) -> Failed:
+    return Failed(error=error, category="user", field=field)
+
+
+def not_saved(error: Exception) -> Failed:
+    return Failed(
+        error=f"the weights were not saved, and the model is as it was: {error or type(error).__name__}",
+        category="server",
+    )
+
+
+def not_loaded(because: str) -> Failed:
+    return Failed(error=f"nothing was loaded, and the model is as it was: {because}", category="server")
+
+
+def told_before(row_outcome: str, seq_id: int | None) -> Failed:
+    """Of a save or load that is over, whose result is kept no more; nobody reads this."""
+    return Failed(
+        error=f"seq_id {seq_id} was {row_outcome}, and its result is no longer kept", category="unknown"
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from typing import Any
 
 from actors.contract import PassFailed
 from actors.group import MegatronGroup, RequestOutput
@@ -33,7 +34,7 @@ class Passes:
 
     def __init__(self, group: MegatronGroup) -> None:
         self._group = group
-        self._running: set[asyncio.Future[object]] = set()
+        self._running: set[asyncio.Future[Any]] = set()
         self._waiting: _Waiting | None = None
 
     def forward_backward(
@@ -57,7 +58,7 @@ class Passes:
         self.flush()
         return self._group
 
-    def track(self, operation: asyncio.Task[object]) -> None:
+    def track(self, operation: asyncio.Future[Any]) -> None:
         """Count it as one that is at the ranks."""
         self._running.add(operation)
         operation.add_done_callback(self._done)
@@ -71,7 +72,7 @@ class Passes:
         together.add_done_callback(lambda done: _tell(waiting.answers, done))
         self.track(together)
 
-    def _done(self, operation: asyncio.Future[object]) -> None:
+    def _done(self, operation: asyncio.Future[Any]) -> None:
         self._running.discard(operation)
         if len(self._running) < AT_THE_RANKS:
             self.flush()

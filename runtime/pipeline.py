@@ -17,11 +17,15 @@ from collections.abc import Awaitable
 from actors.contract import PassFailed, WindowIncomplete
 from actors.group import GroupDied, MegatronGroup
 from bus import codec
-from bus.events import Failed, ModelUnloaded, Refused
+from bus.events import Failed, ModelUnloaded, Outcome, Refused
 from bus.lease import Lease, LeaseLost
 from bus.log import BodyConflict, LogEntry
 from bus.log import entry as log_entry
 from runtime import outcomes, snapshots
+from runtime.checkpoints.keeping import Keeping
+from runtime.checkpoints.loading import Loading
+from runtime.checkpoints.saving import Base, Saving
+from runtime.checkpoints.store import Store
 from runtime.hand_over import HandOver
 from runtime.job import Job
 from runtime.pace import Pace
@@ -50,6 +54,8 @@ class Pipeline:
         group: MegatronGroup,
         kept: Snapshots,
         bits: dict[str, str],
+        checkpoints: Store,
+        base: Base,
         *,
         cautious: bool = False,
     ) -> None:
@@ -63,9 +69,16 @@ class Pipeline:
         self._fingerprint = bits
         self._snapshotting = Snapshotting(services, lease, group, kept)
         self._pace = Pace()
-        self._hand_over = HandOver(services.settings, group, self._whole)
-        self._sequencer = Sequencer()
         self._settling = Settling(services, lease)
+        saving = Saving(services, lease, group, checkpoints, base)
+        loading = Loading(services, checkpoints, base.identity, saving)
+        self._hand_over = HandOver(
+            services.settings, group, self._whole, self._settling.told, saving, loading
+        )
+        self._keeping = Keeping(services, lease, checkpoints)
+        self._sequencer = Sequencer()
+        self._loads: dict[str, Job] = {}
+        """Per model: its newest load, while that has no result yet."""
         self._accepted: dict[str, dict[int | None, float]] = {}
         """Per model: when each operation that waits was read."""
         self._last_accepted: dict[str, float] = {}
@@ -100,6 +113,7 @@ class Pipeline:
                 tasks.create_task(self._watch_gaps())
                 tasks.create_task(self._report_replay())
                 tasks.create_task(self._watch_end())
+                tasks.create_task(self._keep_checkpoints())
                 await self._take_turns(tasks)
         except ExceptionGroup as failures:
             if lost := failures.subgroup(LeaseLost):
@@ -167,14 +181,39 @@ class Pipeline:
             await self._lease.confirm()
             job = await self._begin(turn)
             self._running[job.entry.request_id] = job
+            if job.loaded is not None:
+                self._keep_what_was_loaded(tasks, job)
             tasks.create_task(self._complete(job))
             self._snapshot_when_due(tasks)
 
     def _snapshot_when_due(self, tasks: asyncio.TaskGroup) -> None:
         """Between two turns: what the ranks have been given is then what the sequencer has given out."""
         model_id = self._snapshotting.due()
-        if model_id is None or (config := self._hand_over.config(model_id)) is None:
-            return
+        if model_id is not None:
+            self._snapshot(tasks, model_id)
+
+    def _keep_what_was_loaded(self, tasks: asyncio.TaskGroup, job: Job) -> None:
+        """Tell of a load, and of what was computed behind it, once a replay needs its checkpoint no more.
+
+        If the snapshot cannot be written, the checkpoint is what a replay has, for as long as it is there.
+        """
+        outcome, written = job.outcome, self._snapshot(tasks, job.entry.model_id)
+        assert outcome is not None
+        told = outcome
+
+        async def after() -> Outcome:
+            if written is not None:
+                await written.wait()
+            return told
+
+        job.outcome, job.after = None, after
+        self._loads[job.entry.model_id] = job
+
+    def _snapshot(self, tasks: asyncio.TaskGroup, model_id: str) -> asyncio.Event | None:
+        """Begin one of a model that is in the ranks' hands; set once the ranks' files are there, or never will be."""
+        config = self._hand_over.config(model_id)
+        if config is None:
+            return None
         self._hand_over.flush()
         manifest = snapshots.manifest(
             model_id,
@@ -184,7 +223,7 @@ class Pipeline:
             self._fingerprint,
         )
         under_way = [job for job in self._running.values() if job.entry.model_id == model_id]
-        self._snapshotting.take(tasks, manifest, under_way)
+        return self._snapshotting.take(tasks, manifest, under_way)
 
     def _has_caught_up(self) -> bool:
         """What came since may well be waiting: busy clients never leave the ranks without work."""
@@ -203,8 +242,12 @@ class Pipeline:
         entry, now = turn.entry, time.monotonic()
         accepted = self._accepted.get(entry.model_id, {}).pop(entry.seq_id, now)
         verb = "refused" if entry.verb == GAP else entry.verb
-        job = Job(entry, verb, accepted, now)
-        await self._hand_over.begin(job, turn, self._settling.given_up(entry))
+        job = Job(entry, verb, accepted, now, behind=self._loads.get(entry.model_id))
+        try:
+            await self._hand_over.begin(job, turn, self._settling.given_up(entry))
+        except GroupDied:
+            self.suspect = self.suspect or self._first_at_ranks() or entry
+            raise
         if job.ranks is not None:
             # At once: whose turn is next is decided while this one runs.
             job.charged_s = self._pace.handed_over(job, time.monotonic())
@@ -231,6 +274,10 @@ class Pipeline:
                 except GroupDied:
                     self.suspect = self.suspect or self._first_at_ranks()
                     raise
+            if job.behind is not None:
+                await job.behind.settled.wait()
+            if job.after is not None and job.outcome is None:
+                job.outcome = await job.after()
             assert job.outcome is not None, "an operation has an outcome, or the ranks' answer gives one"
             if job.entry.seq_id is None:
                 self._accepted.pop(job.entry.model_id, None)
@@ -238,6 +285,8 @@ class Pipeline:
             await self._settling.settle(job, job.outcome)
             self._unfinished.finish(job.entry)
             job.settled.set()
+            if self._loads.get(job.entry.model_id) is job:
+                del self._loads[job.entry.model_id]
             if isinstance(job.outcome, ModelUnloaded):
                 self._pace.forget(job.entry.model_id)
                 await self._snapshotting.forget(job.entry.model_id)
@@ -266,6 +315,10 @@ class Pipeline:
         if job.loses_gradient and job.entry.seq_id is not None:
             job.horizon = await self._settling.horizon(job)
             self._hand_over.lost.add(job.entry.model_id, job.entry.seq_id, job.horizon)
+
+    async def _keep_checkpoints(self) -> None:
+        await self.caught_up.wait()
+        await self._keeping.run()
 
     async def _watch_gaps(self) -> None:
         """Give up on numbers that do not come, by writing so onto the log in their place."""

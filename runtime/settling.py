@@ -9,18 +9,27 @@ from __future__ import annotations
 import logging
 import math
 import time
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from bus import codec
-from bus.events import Failed, ForwardBackwardDone, ModelUnloaded, OptimStepDone, Outcome, Result
+from bus.events import (
+    Failed,
+    ForwardBackwardDone,
+    ModelCreated,
+    ModelUnloaded,
+    OptimStepDone,
+    Outcome,
+    Result,
+)
 from bus.lease import Lease
 from bus.ledger import LedgerRow
 from bus.log import LogEntry
 from bus.results import Published
 from bus.tables import ModelRow
 from observability.training import record_forward_backward, record_optim_step
+from runtime import outcomes
 from runtime.job import Job
 from runtime.services import Services, patiently
 
@@ -38,6 +47,16 @@ class Settling:
     def replays(self, entry: LogEntry, row: LedgerRow) -> None:
         """The entry had its outcome before this life began."""
         self._known[entry.model_id, entry.seq_id] = row
+
+    async def told(self, entry: LogEntry) -> tuple[LedgerRow, Outcome] | None:
+        """What an entry that is not to run again came to in an earlier life; None where it had no result yet."""
+        if not self.had_its_result(entry):
+            return None
+        row = self._known[entry.model_id, entry.seq_id]
+        found = await self._s.results.get(entry.tenant, entry.model_id, entry.seq_id)
+        if found is None:
+            return row, outcomes.told_before(row.outcome, entry.seq_id)
+        return row, found.result().outcome
 
     def given_up(self, entry: LogEntry) -> int:
         """How often the entry took the ranks down, where it must not run again; else 0."""
@@ -64,7 +83,7 @@ class Settling:
         ranks_done = time.monotonic()
         await self._lease.confirm()
         if entry.seq_id == 0:
-            await self._begin_model(entry.model_id, live=not isinstance(outcome, Failed))
+            await self._begin_model(entry.model_id, outcome)
         published = await patiently(lambda: self._publish(entry, outcome))
         if self.had_its_result(entry):
             self._count_replay(entry, published)
@@ -73,7 +92,8 @@ class Settling:
                 self._measure(job, outcome, ranks_done)
         else:
             if not isinstance(outcome, Failed) or not job.loses_gradient:  # else `horizon` has recorded it
-                await self._record(entry, "failed" if isinstance(outcome, Failed) else "done")
+                kind: Literal["done", "failed"] = "failed" if isinstance(outcome, Failed) else "done"
+                await self._record(entry, kind, loaded=job.loaded)
             self._measure(job, outcome, ranks_done)
         if isinstance(outcome, ModelUnloaded):
             self._s.recorder.remove(model=entry.model_id)
@@ -132,24 +152,33 @@ class Settling:
             )
 
     async def _record(
-        self, entry: LogEntry, kind: Literal["done", "failed"], horizon: int | None = None
+        self,
+        entry: LogEntry,
+        kind: Literal["done", "failed"],
+        horizon: int | None = None,
+        loaded: str | None = None,
     ) -> None:
         position = entry.position
         assert position is not None
         await patiently(
             lambda: self._s.ledger.record(
-                entry.model_id, entry.seq_id, entry.body_hash, kind, position, horizon
+                entry.model_id, entry.seq_id, entry.body_hash, kind, position, horizon, loaded=loaded
             )
         )
 
-    async def _begin_model(self, model_id: str, *, live: bool) -> None:
-        if live:
-            self._s.recorder.begin(model=model_id)
-        await self._set_status(model_id, "live" if live else "failed")
+    async def _begin_model(self, model_id: str, outcome: Outcome) -> None:
+        """Of a model made from a checkpoint, what it is shows only now."""
+        if not isinstance(outcome, ModelCreated):
+            await self._set_status(model_id, "failed")
+            return
+        self._s.recorder.begin(model=model_id)
+        await self._set_status(model_id, "live", base_model=outcome.base_model, lora=outcome.lora)
 
-    async def _set_status(self, model_id: str, status: Literal["live", "failed", "unloaded"]) -> None:
+    async def _set_status(
+        self, model_id: str, status: Literal["live", "failed", "unloaded"], **fields: Any
+    ) -> None:
         def changed(row: ModelRow) -> ModelRow:
-            return row if row.status == "unloaded" else msgspec.structs.replace(row, status=status)
+            return row if row.status == "unloaded" else msgspec.structs.replace(row, status=status, **fields)
 
         await patiently(lambda: self._s.tables.models.change(model_id, changed))
 

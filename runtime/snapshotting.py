@@ -1,7 +1,8 @@
 """When a model's snapshot is taken, and the way from the ranks' memory to a trimmed log.
 
 A recovery repeats what the ranks did since the newest snapshots. When that would be more than the budget, the model
-with most to repeat is next; one snapshot is under way at a time.
+with most to repeat is next; one such snapshot is under way at a time. What was loaded from a checkpoint, which may be
+gone by then, is never repeated if it can be helped: a snapshot follows at once.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class Snapshotting:
         self._snapshots = snapshots
         self._to_repeat: dict[str, float] = {}
         """Per model, seconds of work on the ranks since its newest snapshot."""
-        self._under_way: asyncio.Task[None] | None = None
+        self._under_way: set[asyncio.Task[None]] = set()
+        self._one_at_a_time = asyncio.Lock()
+        """Held while a folder is renamed into its place, and older ones go."""
 
     def spent(self, model_id: str, seconds: float) -> None:
         """The ranks worked on the model for so long."""
@@ -45,47 +48,59 @@ class Snapshotting:
     async def forget(self, model_id: str) -> None:
         """The model has ended."""
         self._to_repeat.pop(model_id, None)
-        if self._under_way is not None:  # it may be of this model, whose folder goes
-            await asyncio.wait([self._under_way])
+        if self._under_way:  # one may be of this model, whose folder goes
+            await asyncio.wait(set(self._under_way))
         await asyncio.to_thread(self._snapshots.forget, model_id)
 
     def due(self) -> str | None:
         """The model whose snapshot is to be taken now."""
         budget_s = self._s.settings.recovery.replay_budget_s
-        if self._under_way is not None or sum(self._to_repeat.values()) <= budget_s:
+        if self._under_way or sum(self._to_repeat.values()) <= budget_s:
             return None
         return max(self._to_repeat, key=self._to_repeat.__getitem__)
 
-    def take(self, tasks: asyncio.TaskGroup, manifest: Manifest, under_way: Sequence[Job]) -> None:
+    def take(self, tasks: asyncio.TaskGroup, manifest: Manifest, under_way: Sequence[Job]) -> asyncio.Event:
         """Hand the copying to the ranks at once; a task among `tasks` sees to the rest.
+
+        What it returns is set once every rank's part is on the disk, or it is clear that it will not be.
 
         `under_way`: the model's operations without a result yet; the snapshot holds what they did, so it must not be
         there before their results are.
         """
         self._to_repeat.pop(manifest.model_id, None)
+        written = asyncio.Event()
         try:
             aside = self._snapshots.begin(manifest.model_id)
         except OSError as error:
             self._count_failure(manifest.model_id, error)
-            return
+            written.set()
+            return written
         copying = self._group.snapshot(manifest.model_id, aside)
-        self._under_way = tasks.create_task(self._finish(manifest, aside, copying, list(under_way)))
-        self._under_way.add_done_callback(self._is_over)
-
-    def _is_over(self, _: asyncio.Task[None]) -> None:
-        self._under_way = None
+        task = tasks.create_task(self._finish(manifest, aside, copying, list(under_way), written))
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+        return written
 
     async def _finish(
-        self, manifest: Manifest, aside: Path, copying: asyncio.Task[None], under_way: list[Job]
+        self,
+        manifest: Manifest,
+        aside: Path,
+        copying: asyncio.Task[None],
+        under_way: list[Job],
+        written: asyncio.Event,
     ) -> None:
         try:
-            await copying
-            await self._written(aside)
+            try:
+                await copying
+                await self._written(aside)
+            finally:
+                written.set()
             for job in under_way:
                 await job.settled.wait()
             await self._lease.confirm()
             whole = with_failures(manifest, _failures(under_way))
-            await asyncio.to_thread(self._snapshots.commit, aside, whole)
+            async with self._one_at_a_time:
+                await asyncio.to_thread(self._snapshots.commit, aside, whole)
         except (GroupDied, LeaseLost):
             raise
         except Exception as error:

@@ -19,9 +19,12 @@ from runtime.ingress import (
     models,
     refused,
     runs,
+    sample_futures,
+    sampling,
     session_views,
     sessions,
     training,
+    weights,
 )
 from runtime.ingress.counting import CountRequests
 from runtime.ingress.deps import Deps
@@ -32,6 +35,9 @@ AREAS = (
     session_views,
     models,
     training,
+    weights,
+    sampling,
+    sample_futures,
     futures,
     runs,
     checkpoints,

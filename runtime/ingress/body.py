@@ -101,12 +101,12 @@ def text_field(fields: dict[str, Any], name: str) -> str:
     return value
 
 
-def number_field(fields: dict[str, Any], name: str, least: int) -> int:
+def number_field(fields: dict[str, Any], name: str, least: int, most: int = MAX_SEQ_ID) -> int:
     """A field that says which request this is. 400 where it cannot be read."""
     value = fields.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MAX_SEQ_ID:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise HTTPException(
-            400, f"{name} is {_shown(value)}, but has to be a whole number from {least} to {MAX_SEQ_ID}"
+            400, f"{name} is {_shown(value)}, but has to be a whole number from {least} to {most}"
         )
     return value
 

@@ -36,7 +36,7 @@ async def client_config(_: Caller, deps: Injected) -> Response:
 
 @router.post("/client/dynamic_config")
 async def dynamic_config(_: Caller) -> Response:
-    return answer({"refresh_interval_sec": DYNAMIC_CONFIG_INTERVAL_S, "sample_cancel_enabled": False})
+    return answer({"refresh_interval_sec": DYNAMIC_CONFIG_INTERVAL_S, "sample_cancel_enabled": True})
 
 
 @router.get("/get_server_capabilities")
@@ -50,7 +50,7 @@ async def get_server_capabilities(_: Caller, deps: Injected) -> Response:
         "model_name": row.base_model,
         "max_context_length": row.context_length,
         "trainable": True,
-        "sampleable": False,
+        "sampleable": deps.settings.sampler.replicas > 0,
     }
     return answer({"supported_models": [served]})
 

@@ -10,7 +10,7 @@ from typing import assert_never
 
 from fastapi import APIRouter, HTTPException, Request, Response
 
-from bus.codec import decode_result, result_to_sdk_protobuf
+from bus.codec import decode_result, result_to_sdk_protobuf, sampled_to_sdk_protobuf
 from bus.errors import CodecError
 from bus.events import (
     Failed,
@@ -18,11 +18,15 @@ from bus.events import (
     ModelCreated,
     ModelUnloaded,
     OptimStepDone,
+    Sampled,
+    WeightsLoaded,
+    WeightsSaved,
     parse_request_id,
+    parse_sample_request_id,
 )
 from bus.results import StoredResult
 from bus.tables import ModelRow
-from runtime.ingress import json_passes
+from runtime.ingress import json_passes, sample_futures
 from runtime.ingress.answers import answer, number, protobuf
 from runtime.ingress.body import convert, read_json, text_field
 from runtime.ingress.deps import Caller, Deps, Injected
@@ -30,6 +34,8 @@ from runtime.ingress.off_loop import off_loop
 from runtime.ingress.requests import RetrieveFutureRequest
 
 router = APIRouter(prefix="/api/v1")
+
+_SAVED = ("path", "sampling_session_id", "size_bytes")
 
 
 @router.post("/retrieve_future")
@@ -39,6 +45,8 @@ async def retrieve_future(request: Request, tenant: Caller, deps: Injected) -> R
     request_id = text_field(fields, "request_id")
     try:
         convert(fields, RetrieveFutureRequest)
+        if (sample := parse_sample_request_id(request_id)) is not None:
+            return await sample_futures.retrieve(deps, tenant, *sample)
         model_id, seq_id = parse_request_id(request_id)
     except (CodecError, ValueError) as error:
         raise HTTPException(400, str(error)) from error
@@ -83,9 +91,17 @@ def render(result: StoredResult, as_json: bool = False) -> Response:
         case OptimStepDone():
             return answer({"metrics": {name: number(value) for name, value in outcome.metrics.items()}})
         case ModelCreated():
-            return answer({"model_id": outcome.model_id, "type": "create_model"})
+            # No type: the SDK reads it as create_model's answer, or as load_weights', whichever it sent.
+            return answer({"model_id": outcome.model_id})
+        case WeightsSaved():
+            told = {field: getattr(outcome, field) for field in _SAVED}
+            return answer({field: value for field, value in told.items() if value is not None})
+        case WeightsLoaded():
+            return answer({"path": outcome.path, "model_id": outcome.model_id, "type": "load_weights"})
         case ModelUnloaded():
             return answer({"model_id": outcome.model_id, "type": "unload_model"})
+        case Sampled():
+            return protobuf(sampled_to_sdk_protobuf(outcome))
         case Failed():
             return answer({"error": _named(outcome), "category": outcome.category})
         case _:

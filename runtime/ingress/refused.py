@@ -1,35 +1,15 @@
-"""Endpoints of the SDK that this release does not serve.
-
-Those that take a number of a model's sequence go onto the log as refusals, so that the number is used up and what
-follows is not held up; the rest are refused at once, with a status that the SDK does not repeat.
-"""
+"""Endpoints of the SDK that this release does not serve: refused at once, with a status that the SDK does not repeat."""
 
 from __future__ import annotations
 
-from fastapi import APIRouter, HTTPException, Request, Response
+from fastapi import APIRouter, HTTPException, Response
 
-from bus.errors import CodecError
-from runtime.ingress.accept import accept_json, refuse
-from runtime.ingress.body import read_json
-from runtime.ingress.deps import Caller, Injected
-from runtime.ingress.models import begin_model
+from runtime.ingress.deps import Caller
 
 router = APIRouter(prefix="/api/v1")
 
-NUMBERED = ("save_weights", "save_weights_for_sampler", "save_weights_external")
-POSTS = (
-    "asample",
-    "auth/token",
-    "cancel_future",
-    "create_custom_loss",
-    "create_sampling_session",
-    "join_sampling_session",
-    "retrieve_futures",
-)
-READS = (
-    "samplers/{sampler_id}",
-    "sessions/{session_id}/trace_export",
-)
+POSTS = ("auth/token", "create_custom_loss")
+READS = ("sessions/{session_id}/trace_export",)
 CHANGES = ("sessions/{session_id}/project",)
 
 
@@ -37,37 +17,16 @@ def not_served(endpoint: str) -> str:
     return f"{endpoint} is not served by this release of tinkerbus"
 
 
-@router.post("/load_weights")
-async def load_weights(request: Request, tenant: Caller, deps: Injected) -> Response:
-    """Into a model, or as a new one of a session: either way its future fails."""
-    sent, fields = await read_json(request)
-    if "model_id" in fields:
-        return await accept_json(
-            deps, tenant, "load_weights", sent, fields, refuse(not_served("load_weights"))
-        )
-    return await begin_model(deps, tenant, sent, fields, CodecError(not_served("load_weights")))
-
-
-def _add_numbered(endpoint: str) -> None:
-    async def respond(request: Request, tenant: Caller, deps: Injected) -> Response:
-        sent, fields = await read_json(request)
-        return await accept_json(deps, tenant, endpoint, sent, fields, refuse(not_served(endpoint)))
-
-    router.add_api_route(f"/{endpoint}", respond, methods=["POST"], name=endpoint)
-
-
-def _add_unnumbered(endpoint: str, methods: list[str]) -> None:
+def _add(endpoint: str, methods: list[str]) -> None:
     async def respond(_: Caller) -> Response:
         raise HTTPException(400, not_served(endpoint))
 
     router.add_api_route(f"/{endpoint}", respond, methods=methods, name=endpoint)
 
 
-for _endpoint in NUMBERED:
-    _add_numbered(_endpoint)
 for _endpoint in POSTS:
-    _add_unnumbered(_endpoint, ["POST"])
+    _add(_endpoint, ["POST"])
 for _endpoint in READS:
-    _add_unnumbered(_endpoint, ["GET"])
+    _add(_endpoint, ["GET"])
 for _endpoint in CHANGES:
-    _add_unnumbered(_endpoint, ["POST", "PUT", "DELETE"])
+    _add(_endpoint, ["POST", "PUT", "DELETE"])

@@ -6,13 +6,25 @@ The SDK leaves out what is None and sends what is default, so everything optiona
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
 import msgspec
 
 from bus.errors import CodecError
-from bus.events import AdamParams, CreateModel, LoraConfig, OptimStep
+from bus.events import (
+    AdamParams,
+    Checkpoint,
+    CreateModel,
+    LoadWeights,
+    LoraConfig,
+    OptimStep,
+    SaveWeights,
+    SaveWeightsExternal,
+    SaveWeightsForSampler,
+)
+from runtime.checkpoints import paths
 from runtime.ingress.body import convert
 
 TRAINING = "tinkerbus.training"
@@ -57,11 +69,93 @@ class OptimStepRequest(SdkRequest, frozen=True):
     type: Literal["optim_step"] = "optim_step"
 
 
+class SaveWeightsRequest(SdkRequest, frozen=True):
+    model_id: str
+    seq_id: int
+    path: str | None = None
+    """The checkpoint's name; None for one after its `seq_id`."""
+    ttl_seconds: int | None = None
+    overwrite: bool = False
+    user_metadata: dict[str, Any] | None = None
+    type: Literal["save_weights"] = "save_weights"
+
+
+class SaveWeightsForSamplerRequest(SdkRequest, frozen=True):
+    model_id: str
+    seq_id: int
+    path: str | None = None
+    """The checkpoint's name; None for weights of one sampling session."""
+    sampling_session_seq_id: int | None = None
+    """Number of that session, among those of the model's session."""
+    kind: Literal["snapshot", "inflight"] = "snapshot"
+    ttl_seconds: int | None = None
+    user_metadata: dict[str, Any] | None = None
+    type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
+
+
+class SaveWeightsExternalRequest(SdkRequest, frozen=True):
+    model_id: str
+    seq_id: int
+    path: str
+    ttl_seconds: int | None = None
+    age_encryption_recipients: list[str] | None = None
+    type: Literal["save_weights_external"] = "save_weights_external"
+
+
+class LoadWeightsRequest(SdkRequest, frozen=True):
+    """Into the model `model_id`, or as the first operation of a new one of `session_id`."""
+
+    path: str
+    optimizer: bool
+    model_id: str | None = None
+    seq_id: int | None = None
+    session_id: str | None = None
+    model_seq_id: int | None = None
+    base_model: str | None = None
+    user_metadata: dict[str, Any] | None = None
+    optimizer_config: dict[str, Any] | None = None
+    weights_access_token: str | None = None
+    type: Literal["load_weights"] = "load_weights"
+
+
 class ModelRequest(SdkRequest, frozen=True):
     """`get_info` and `unload_model`."""
 
     model_id: str
     type: Literal["get_info", "unload_model"] | None = None
+
+
+class CreateSamplingSessionRequest(SdkRequest, frozen=True):
+    session_id: str
+    sampling_session_seq_id: int
+    base_model: str | None = None
+    """Taken no notice of beside `model_path`, whose checkpoint says what it is of."""
+    model_path: str | None = None
+    type: Literal["create_sampling_session"] = "create_sampling_session"
+
+
+class JoinSamplingSessionRequest(SdkRequest, frozen=True):
+    sampling_session_id: str
+    type: Literal["join_sampling_session"] = "join_sampling_session"
+
+
+class CancelFutureRequest(SdkRequest, frozen=True):
+    request_id: str
+
+
+class SamplingSessionTarget(SdkRequest, frozen=True):
+    sampling_session_id: str
+    cloned_sampler_id: int = 0
+    type: Literal["sampling_session"] = "sampling_session"
+
+
+class RetrieveFuturesRequest(SdkRequest, frozen=True):
+    target: SamplingSessionTarget
+    prev_cursor: int = 0
+    timeout: float | None = None
+    """Seconds to wait; None for as long as polls are held."""
+    retrieved_request_ids: list[str] = []
+    """Taken no notice of: results stay until they expire."""
 
 
 class RetrieveFutureRequest(SdkRequest, frozen=True):
@@ -128,12 +222,7 @@ class SessionSearchRequest(SdkRequest, frozen=True):
 def create_model(fields: dict[str, Any]) -> CreateModel:
     """Raises CodecError for what cannot be honoured."""
     request = convert(fields, CreateModelRequest)
-    optimizer = request.optimizer_config or {"type": "adamw"}
-    _check_optimizer(optimizer, "optimizer_config")
-    for name in sorted(set(optimizer) - {"type"}):
-        raise CodecError(
-            f"optimizer_config.{name} is not a field that this server knows", f"optimizer_config.{name}"
-        )
+    _check_adamw_alone(request.optimizer_config or {"type": "adamw"})
     metadata = as_text(request.user_metadata)
     return CreateModel(
         base_model=request.base_model, lora=_adapter(request.lora_config, metadata), user_metadata=metadata
@@ -172,6 +261,91 @@ def optim_step(fields: dict[str, Any]) -> OptimStep:
     return OptimStep(adam_params=request.adam_params)
 
 
+def save_weights(fields: dict[str, Any]) -> SaveWeights:
+    """Raises CodecError for what cannot be honoured."""
+    request = convert(fields, SaveWeightsRequest)
+    return SaveWeights(
+        name=_name(request.path if request.path is not None else str(request.seq_id)),
+        ttl_seconds=request.ttl_seconds,
+        overwrite=request.overwrite,
+        user_metadata=as_text(request.user_metadata),
+    )
+
+
+def save_weights_external(fields: dict[str, Any]) -> SaveWeightsExternal:
+    """Raises CodecError for what cannot be honoured."""
+    request = convert(fields, SaveWeightsExternalRequest)
+    if request.age_encryption_recipients is not None:
+        raise CodecError(
+            "age_encryption_recipients asks for encrypted files, which this server does not write",
+            "age_encryption_recipients",
+        )
+    return SaveWeightsExternal(name=_name(request.path), ttl_seconds=request.ttl_seconds)
+
+
+def save_weights_for_sampler(
+    fields: dict[str, Any], session_of: Callable[[int], str]
+) -> SaveWeightsForSampler:
+    """`session_of` gives the id of a numbered sampling session. Raises CodecError for what cannot be honoured."""
+    request = convert(fields, SaveWeightsForSamplerRequest)
+    number = request.sampling_session_seq_id
+    if (request.path is None) == (number is None):
+        raise CodecError("path and sampling_session_seq_id: give one of them", "path")
+    if request.path is not None and request.kind == "inflight":
+        raise CodecError('kind is "inflight", but inflight weights have no name: leave path out', "kind")
+    if number is not None and number < 0:
+        raise CodecError(
+            f"sampling_session_seq_id is {number}; it must be 0 or more", "sampling_session_seq_id"
+        )
+    return SaveWeightsForSampler(
+        name=None if request.path is None else _name(request.path),
+        sampling_session_id=None if number is None else session_of(number),
+        inflight=request.kind == "inflight",
+        ttl_seconds=request.ttl_seconds,
+        user_metadata=as_text(request.user_metadata),
+    )
+
+
+def load_weights(fields: dict[str, Any]) -> LoadWeights:
+    """Into a model that exists. Raises CodecError for what cannot be honoured."""
+    request = convert(fields, LoadWeightsRequest)
+    for name in ("session_id", "model_seq_id", "base_model", "user_metadata", "optimizer_config"):
+        if getattr(request, name) is not None:
+            raise CodecError(f"{name} is not for a model that exists: leave it out", name)
+    return LoadWeights(checkpoint=_checkpoint(request))
+
+
+def create_from(fields: dict[str, Any]) -> CreateModel:
+    """A new model that starts from a checkpoint. Raises CodecError for what cannot be honoured."""
+    request = convert(fields, LoadWeightsRequest)
+    if request.optimizer_config is not None:
+        _check_adamw_alone(request.optimizer_config)
+    return CreateModel(
+        base_model=request.base_model or "",
+        user_metadata=as_text(request.user_metadata),
+        start=_checkpoint(request),
+    )
+
+
+def _checkpoint(request: LoadWeightsRequest) -> Checkpoint:
+    if request.weights_access_token is not None:
+        raise CodecError(
+            "weights_access_token is not known here: a checkpoint is its owner's, or published to all",
+            "weights_access_token",
+        )
+    try:
+        paths.parse(request.path)
+    except ValueError as error:
+        raise CodecError(str(error), "path") from None
+    return Checkpoint(path=request.path, optimizer=request.optimizer)
+
+
+def _name(path: str) -> str:
+    if wrong := paths.wrong_name(path):
+        raise CodecError(f"path: {wrong}", "path")
+    return path
+
+
 def as_text(metadata: dict[str, Any] | None) -> dict[str, str]:
     """Metadata with every value as text: JSON for what is none, keys in order so that bodies compare."""
     return {
@@ -182,6 +356,15 @@ def as_text(metadata: dict[str, Any] | None) -> dict[str, str]:
 
 class _AdamwParams(msgspec.Struct, frozen=True):
     optimizer_params: AdamParams
+
+
+def _check_adamw_alone(optimizer: dict[str, Any]) -> None:
+    """Of `optimizer_config`, which has nothing to say but which optimizer it is."""
+    _check_optimizer(optimizer, "optimizer_config")
+    for name in sorted(set(optimizer) - {"type"}):
+        raise CodecError(
+            f"optimizer_config.{name} is not a field that this server knows", f"optimizer_config.{name}"
+        )
 
 
 def _check_optimizer(config: dict[str, Any], field: str) -> None:

@@ -67,6 +67,15 @@ def train(recorder: Recorder, model: str) -> None:
     recorder.inc("tinkerbus_bus_published_messages_total", stream="results")
 
 
+def sample(recorder: Recorder) -> None:
+    """The samplers' part."""
+    recorder.inc("tinkerbus_sampler_requests_total", outcome="done")
+    recorder.inc("tinkerbus_sampler_tokens_total", 16)
+    recorder.set("tinkerbus_sampler_running_sequences", 2)
+    recorder.set("tinkerbus_sampler_waiting_requests", 1)
+    recorder.observe("tinkerbus_sampler_request_duration_seconds", 0.1)
+
+
 def serve_requests(recorder: Recorder) -> None:
     """The ingress's part."""
     recorder.inc("tinkerbus_ingress_requests_total", route="/api/v1/forward_backward", status="2xx")

@@ -22,7 +22,7 @@ import pytest
 import observability
 from observability import CONTENT_TYPE, METRICS, Exporter, MetricsPublisher, Recorder
 from observability.catalogue import SAMPLES
-from tests.observability.scraping import serve_requests, train
+from tests.observability.scraping import sample, serve_requests, train
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD = json.loads((Path(observability.__file__).parent / "dashboards" / "training.json").read_text())
@@ -35,9 +35,9 @@ TARGETS = [
 NAME = re.compile(r"\btinkerbus_[a-z0-9_]+")
 
 
-def test_the_training_dashboard_has_its_four_rows_and_two_variables() -> None:
+def test_the_training_dashboard_has_its_five_rows_and_two_variables() -> None:
     rows = [panel["title"] for panel in DASHBOARD["panels"] if panel["type"] == "row"]
-    assert rows == ["Gradients", "Rollout/train gap", "Throughput", "Queue and recovery"]
+    assert rows == ["Gradients", "Rollout/train gap", "Throughput", "Queue and recovery", "Sampling"]
     assert [variable["name"] for variable in DASHBOARD["templating"]["list"]] == [
         "datasource",
         "group",
@@ -222,6 +222,7 @@ async def test_every_query_finds_data_after_one_training_step(bus, served, tmp_p
             await publish()
             await found(prometheus, ["tinkerbus_steps_total"])
             train(recorder, "m")
+            sample(recorder)
             serve_requests(ingress)
             await publish()
             expressions = [filled_in(target["expr"]) for panel in PANELS for target in panel["targets"]]

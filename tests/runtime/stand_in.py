@@ -26,15 +26,22 @@ from bus.events import (
     Failed,
     ForwardBackward,
     ForwardBackwardDone,
+    LoadWeights,
     ModelCreated,
     ModelUnloaded,
+    Op,
     OptimStep,
     OptimStepDone,
     Outcome,
     Refused,
     Result,
+    SaveWeights,
+    SaveWeightsExternal,
+    SaveWeightsForSampler,
     Tensor,
     UnloadModel,
+    WeightsLoaded,
+    WeightsSaved,
 )
 from bus.ledger import Ledger
 from bus.log import LogEntry, OpsLog
@@ -83,6 +90,8 @@ class StandInDispatcher:
         self._waiting: dict[str, dict[int, LogEntry]] = defaultdict(dict)
         self.ran: list[tuple[str, int | None, str]] = []
         """(model_id, seq_id, verb), in the order of running."""
+        self.asked: dict[tuple[str, int | None], Op] = {}
+        """What saves, loads and creations asked for."""
         self.go = asyncio.Event()
         """Cleared, nothing runs."""
         self.go.set()
@@ -142,7 +151,8 @@ class StandInDispatcher:
             case Refused():
                 return Failed(error=op.error, category="user", field=op.field)
             case CreateModel():
-                if op.base_model != BASE_MODEL:
+                self.asked[entry.model_id, entry.seq_id] = op
+                if op.start is None and op.base_model != BASE_MODEL:
                     await self._set_status(entry.model_id, "failed")
                     return Failed(error=f"base_model {op.base_model!r} is not served", category="user")
                 await self._set_status(entry.model_id, "live")
@@ -153,6 +163,16 @@ class StandInDispatcher:
                 return OptimStepDone(
                     metrics={"learning_rate": op.adam_params.learning_rate, "norm": float("inf")}
                 )
+            case SaveWeights() | SaveWeightsExternal() | SaveWeightsForSampler():
+                self.asked[entry.model_id, entry.seq_id] = op
+                kind = {SaveWeights: "weights", SaveWeightsExternal: "external_weights"}
+                path = f"tinker://{entry.model_id}/{kind.get(type(op), 'sampler_weights')}/{op.name}"
+                if isinstance(op, SaveWeightsForSampler) and op.sampling_session_id is not None:
+                    return WeightsSaved(sampling_session_id=op.sampling_session_id)
+                return WeightsSaved(path=path, size_bytes=12 if isinstance(op, SaveWeightsExternal) else None)
+            case LoadWeights():
+                self.asked[entry.model_id, entry.seq_id] = op
+                return WeightsLoaded(path=op.checkpoint.path, model_id=entry.model_id)
             case UnloadModel():
                 await self._set_status(entry.model_id, "unloaded")
                 return ModelUnloaded(model_id=entry.model_id)

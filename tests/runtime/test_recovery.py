@@ -7,7 +7,7 @@ import secrets
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -31,6 +31,13 @@ from runtime.snapshots import Snapshots
 
 BITS = {"torch": "2"}
 ADAPTER = AdapterConfig(rank=4, alpha=32.0, seed=7)
+
+
+NO_CHECKPOINTS: tuple[Any, Any] = (None, None)
+
+
+async def no_result(entry: LogEntry) -> None:
+    """Nothing had its result in an earlier life."""
 
 
 class Ranks:
@@ -62,7 +69,9 @@ class Life:
         self.ranks = ranks
         self.bus = bus
         self.sequencer = Sequencer()
-        self.hand_over = HandOver(Settings(), cast(MegatronGroup, ranks), OpsLog(bus, "main").whole)
+        self.hand_over = HandOver(
+            Settings(), cast(MegatronGroup, ranks), OpsLog(bus, "main").whole, no_result, *NO_CHECKPOINTS
+        )
 
     async def row(self, model_id: str, **more: object) -> None:
         tables = await Tables.open(self.bus)

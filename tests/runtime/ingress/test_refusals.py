@@ -53,29 +53,7 @@ async def test_a_model_that_cannot_be_made_fails_through_its_future(
     assert says in await alice.error(await alice.create_model(await alice.session(), **change))
 
 
-@pytest.mark.parametrize(
-    "endpoint",
-    ["save_weights", "load_weights", "save_weights_for_sampler", "save_weights_external"],
-)
-async def test_an_endpoint_of_later_uses_up_its_number_and_says_so(alice: Wire, endpoint: str) -> None:
-    model = await alice.model()
-    refused = await alice.post(endpoint, {"model_id": model, "seq_id": 1, "path": "x", "type": endpoint})
-    after = await alice.optim_step(model, 2)
-    assert (await alice.error(refused)).startswith(f"{endpoint} is not served")
-    assert "metrics" in (await alice.result(after)).json()
-
-
-async def test_a_model_out_of_a_checkpoint_fails_under_the_id_that_the_sdk_works_out(alice: Wire) -> None:
-    session = await alice.session()
-    body = {"session_id": session, "model_seq_id": 3, "path": "tinker://a/weights/b", "optimizer": True}
-    refused = await alice.post("load_weights", body)
-    assert refused.json()["model_id"] == f"{session}:train:3"
-    assert (await alice.error(refused)).startswith("load_weights is not served")
-
-
-@pytest.mark.parametrize(
-    "endpoint", ["asample", "create_sampling_session", "join_sampling_session", "retrieve_futures"]
-)
+@pytest.mark.parametrize("endpoint", ["auth/token", "create_custom_loss"])
 async def test_an_endpoint_of_later_without_a_number_is_refused_at_once(alice: Wire, endpoint: str) -> None:
     answer = await alice.post(endpoint, {})
     assert answer.status_code == 400

@@ -15,6 +15,7 @@ from tinker import types
 
 from bus.connection import BrokerUnreachable
 from bus.embedded import EmbeddedBroker
+from bus.events import Checkpoint, CreateModel, LoadWeights
 from bus.log import Appended, LogEntry, OpsLog
 from runtime.config import Client
 from tests.runtime.conftest import PASSWORDS, service_on
@@ -147,10 +148,31 @@ async def test_a_failed_pass_raises_its_reason_and_the_client_goes_on(
     assert done.metrics["loss:sum"] == 1.0
 
 
-async def test_saving_is_refused_by_name_and_the_client_goes_on(training: tinker.TrainingClient) -> None:
-    with pytest.raises(tinker.RequestFailedError, match="save_weights is not served by this release"):
-        await result(await blocking(training.save_state, "a"))
-    assert (await result(await blocking(training.optim_step, types.AdamParams()))).metrics
+async def test_saving_and_loading_answer_in_the_sdks_forms(
+    training: tinker.TrainingClient, service: Service
+) -> None:
+    saved = await result(await blocking(training.save_state, "a"))
+    assert saved.path.endswith("/weights/a")
+    for_sampler = await result(await blocking(training.save_weights_for_sampler, "a"))
+    assert for_sampler.path.endswith("/sampler_weights/a")
+    exported = await result(await blocking(training.save_weights_external, "a"))
+    assert (exported.path.endswith("/external_weights/a"), exported.size_bytes) == (True, 12)
+    loaded = await result(await blocking(training.load_state_with_optimizer, saved.path))
+    assert loaded.path == saved.path
+    asked = [op for (_, seq_id), op in service.dispatcher.asked.items() if seq_id]
+    assert asked[3] == LoadWeights(checkpoint=Checkpoint(path=saved.path, optimizer=True))
+
+
+async def test_a_client_out_of_a_checkpoint_is_one_load_under_the_id_that_it_works_out(
+    ingress: Replica, connect: Connect, service: Service
+) -> None:
+    path = "tinker://run/weights/x"
+    client = await blocking(connect(ingress).create_training_client_from_state, path)
+    assert [verb for _, _, verb in service.dispatcher.ran] == ["create_model"]
+    (op,) = service.dispatcher.asked.values()
+    assert isinstance(op, CreateModel)
+    assert op.start == Checkpoint(path=path, optimizer=False)
+    assert (await result(await blocking(client.optim_step, types.AdamParams()))).metrics
 
 
 async def test_sampling_is_refused_by_name(ingress: Replica, connect: Connect) -> None:

@@ -1,0 +1,1 @@
+"""Checkpoints: saved weights under a name, in a folder that nobody changes once its row stands in the table."""
