@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,8 +30,8 @@ class Job:
     """From the ranks' answer to the outcome; None when `outcome` stands whatever they answer."""
     after: Callable[[], Awaitable[Outcome]] | None = None
     """What is left to do once the ranks have answered, while they go on: it comes to the outcome."""
-    behind: Job | None = None
-    """A load before it: what was computed with those weights is told when the load is."""
+    behind: Sequence[Job] = ()
+    """What has to be told before it: a load, by what was computed with those weights; everything, by a model's end."""
     loaded: str | None = None
     """The URL of the checkpoint that the ranks have loaded."""
     charged_s: float = 0.0

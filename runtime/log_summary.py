@@ -8,11 +8,13 @@ from typing import Any
 
 from bus.events import (
     Array,
+    Checkpoint,
     CreateModel,
     Event,
     Failed,
     ForwardBackward,
     ForwardBackwardDone,
+    LoadWeights,
     LoraConfig,
     ModelCreated,
     Op,
@@ -20,7 +22,12 @@ from bus.events import (
     OptimStepDone,
     Outcome,
     Refused,
+    SaveWeights,
+    SaveWeightsExternal,
+    SaveWeightsForSampler,
     Tensor,
+    WeightsLoaded,
+    WeightsSaved,
 )
 
 
@@ -77,6 +84,8 @@ def op_in_a_line(op: Op) -> str:
     """What an operation asks for, in some words; empty where its verb says all."""
     match op:
         case CreateModel():
+            if op.start is not None:
+                return _checkpoint(op.start)
             return f"base_model={op.base_model} {_training(op.lora)}"
         case ForwardBackward():
             tokens = sum(_length(datum.model_input) for datum in op.data)
@@ -84,6 +93,13 @@ def op_in_a_line(op: Op) -> str:
             return f"loss={op.loss.name} datums={len(op.data)} tokens={tokens}{scored}"
         case OptimStep():
             return f"learning_rate={op.adam_params.learning_rate:g}"
+        case SaveWeights() | SaveWeightsExternal():
+            return f"name={op.name}"
+        case SaveWeightsForSampler():
+            whose = f"session={op.sampling_session_id}{' inflight' if op.inflight else ''}"
+            return whose if op.name is None else f"name={op.name}"
+        case LoadWeights():
+            return _checkpoint(op.checkpoint)
         case Refused():
             return f"{op.error}{_at(op.field)}"
     return ""
@@ -96,6 +112,11 @@ def outcome_in_a_line(outcome: Outcome) -> str:
             return f"base_model={outcome.base_model} {_training(outcome.lora)}"
         case ForwardBackwardDone() | OptimStepDone():
             return " ".join(f"{name}={value:g}" for name, value in outcome.metrics.items())
+        case WeightsSaved():
+            size = "" if outcome.size_bytes is None else f" size_bytes={outcome.size_bytes}"
+            return f"{outcome.path or f'session={outcome.sampling_session_id}'}{size}"
+        case WeightsLoaded():
+            return f"path={outcome.path}"
         case Failed():
             return f"category={outcome.category} {outcome.error}{_at(outcome.field)}"
     return ""
@@ -104,6 +125,10 @@ def outcome_in_a_line(outcome: Outcome) -> str:
 def type_of(event: Event) -> str:
     """The event's name on the wire: `optim_step`, `failed`."""
     return str(event.__struct_config__.tag)
+
+
+def _checkpoint(checkpoint: Checkpoint) -> str:
+    return f"path={checkpoint.path}{' optimizer' if checkpoint.optimizer else ''}"
 
 
 def _training(lora: LoraConfig | None) -> str:

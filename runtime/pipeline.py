@@ -242,7 +242,7 @@ class Pipeline:
         entry, now = turn.entry, time.monotonic()
         accepted = self._accepted.get(entry.model_id, {}).pop(entry.seq_id, now)
         verb = "refused" if entry.verb == GAP else entry.verb
-        job = Job(entry, verb, accepted, now, behind=self._loads.get(entry.model_id))
+        job = Job(entry, verb, accepted, now, behind=self._told_before(entry))
         try:
             await self._hand_over.begin(job, turn, self._settling.given_up(entry))
         except GroupDied:
@@ -255,6 +255,12 @@ class Pipeline:
         if isinstance(job.outcome, Failed):
             await self._note_failure(job)
         return job
+
+    def _told_before(self, entry: LogEntry) -> list[Job]:
+        if entry.seq_id is None:
+            return [job for job in self._running.values() if job.entry.model_id == entry.model_id]
+        load = self._loads.get(entry.model_id)
+        return [] if load is None else [load]
 
     async def _complete(self, job: Job) -> None:
         try:
@@ -274,8 +280,8 @@ class Pipeline:
                 except GroupDied:
                     self.suspect = self.suspect or self._first_at_ranks()
                     raise
-            if job.behind is not None:
-                await job.behind.settled.wait()
+            for earlier in job.behind:
+                await earlier.settled.wait()
             if job.after is not None and job.outcome is None:
                 job.outcome = await job.after()
             assert job.outcome is not None, "an operation has an outcome, or the ranks' answer gives one"

@@ -1,4 +1,4 @@
-"""Endpoints of the SDK that this release does not serve: refused at once, with a status that the SDK does not repeat."""
+"""Endpoints of the SDK that this release does not serve: refused at once, by a status that it does not repeat."""
 
 from __future__ import annotations
 

@@ -284,17 +284,6 @@ def test_a_users_mistakes_fail_alone_at_once_and_name_the_field(one_rank: Served
         assert torch.equal(gradient, steps[1][name]), name
 
 
-def test_an_endpoint_that_is_not_served_costs_its_own_call_alone(one_rank: Served) -> None:
-    client = sdk.training_client(one_rank.service)
-    client.forward_backward(batch(), "cross_entropy")
-    save = client.save_state("checkpoint")
-    step = client.optim_step(ADAM)
-    with pytest.raises(tinker.RequestFailedError, match="save_weights is not served") as caught:
-        save.result(timeout=sdk.WAIT_S)
-    assert caught.value.category == types.RequestErrorCategory.User
-    assert step.result(timeout=sdk.WAIT_S).metrics["window_calls"] == 1
-
-
 def test_what_the_sdk_cannot_send_is_refused_by_name_too(one_rank: Served) -> None:
     model = sdk.model_id(sdk.training_client(one_rank.service))
     error = _by_hand(one_rank, model, seq_id=1, loss="no_such_loss", datums=1)

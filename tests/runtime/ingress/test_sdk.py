@@ -156,7 +156,7 @@ async def test_saving_and_loading_answer_in_the_sdks_forms(
     for_sampler = await result(await blocking(training.save_weights_for_sampler, "a"))
     assert for_sampler.path.endswith("/sampler_weights/a")
     exported = await result(await blocking(training.save_weights_external, "a"))
-    assert (exported.path.endswith("/external_weights/a"), exported.size_bytes) == (True, 12)
+    assert exported.path.endswith("/external_weights/a")
     loaded = await result(await blocking(training.load_state_with_optimizer, saved.path))
     assert loaded.path == saved.path
     asked = [op for (_, seq_id), op in service.dispatcher.asked.items() if seq_id]
@@ -168,11 +168,11 @@ async def test_a_client_out_of_a_checkpoint_is_one_load_under_the_id_that_it_wor
 ) -> None:
     path = "tinker://run/weights/x"
     client = await blocking(connect(ingress).create_training_client_from_state, path)
-    assert [verb for _, _, verb in service.dispatcher.ran] == ["create_model"]
+    assert (await result(await blocking(client.optim_step, types.AdamParams()))).metrics
+    assert [verb for _, _, verb in service.dispatcher.ran] == ["create_model", "optim_step"]
     (op,) = service.dispatcher.asked.values()
     assert isinstance(op, CreateModel)
     assert op.start == Checkpoint(path=path, optimizer=False)
-    assert (await result(await blocking(client.optim_step, types.AdamParams()))).metrics
 
 
 async def test_sampling_is_refused_by_name(ingress: Replica, connect: Connect) -> None:
