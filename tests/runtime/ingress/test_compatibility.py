@@ -13,6 +13,7 @@ import tinker.types
 from fastapi.routing import APIRoute
 
 from bus import wire
+from bus.tables import SamplerRow
 from runtime.ingress import compatibility, requests
 from runtime.ingress.app import AREAS
 from runtime.ingress.compatibility import ENDPOINTS, NO_EFFECT, NOT_YET, REFUSED, SERVED, Endpoint
@@ -160,7 +161,16 @@ async def test_a_field_that_is_not_listed_is_refused_by_name(
         "source_path": str(path),
         "destination_project_id": "alice",
         "ttl_seconds": 3600,
+        "sampling_session_seq_id": 0,
+        "sampling_session_id": f"{session}:sample:7",
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1]}]},
+        "sampling_params": {"max_tokens": 1},
+        "target": {"type": "sampling_session", "sampling_session_id": f"{session}:sample:7"},
+        "path": "a",
+        "optimizer": False,
     }
+    row = SamplerRow(tenant="alice", base_model="tiny", created_at=0.0, session_id=session)
+    await service.tables.samplers.put(f"{session}:sample:7", row)
     if endpoint.path == "copy_weights":
         del known["session_id"], known["model_seq_id"]
     body = {name: value for name, value in known.items() if name in endpoint.fields}
