@@ -5,8 +5,7 @@ A path is a key into the table of checkpoints and never one of a file system: wh
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import get_args
+from typing import NamedTuple, get_args
 
 from bus.subjects import escape
 from bus.tables import CheckpointKind
@@ -17,8 +16,7 @@ MAX_NAME_BYTES = 200
 """Of an escaped name, which is part of a folder's name."""
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointPath:
+class CheckpointPath(NamedTuple):
     """One checkpoint's name."""
 
     model_id: str
@@ -26,7 +24,12 @@ class CheckpointPath:
     name: str
 
     def __str__(self) -> str:
-        return f"{SCHEME}{self.model_id}/{self.kind}/{self.name}"
+        return f"{SCHEME}{self.model_id}/{self.checkpoint_id}"
+
+    @property
+    def checkpoint_id(self) -> str:
+        """What a REST URL has behind `checkpoints/`."""
+        return f"{self.kind}/{self.name}"
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -49,6 +52,14 @@ def parse(path: str) -> CheckpointPath:
     if wrong := wrong_name(name):
         raise ValueError(f"path {path!r} is not a checkpoint's: {wrong}")
     return CheckpointPath(model_id, kind, name)
+
+
+def of_checkpoint(model_id: str, checkpoint_id: str) -> CheckpointPath:
+    """From a REST URL's parts. Raises ValueError."""
+    path = parse(f"{SCHEME}{model_id}/{checkpoint_id}")
+    if path.model_id != model_id:
+        raise ValueError(f"checkpoint {checkpoint_id!r} is malformed: it has the form KIND/NAME")
+    return path
 
 
 def _split(path: str) -> tuple[str, str, str]:

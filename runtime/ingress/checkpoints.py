@@ -12,13 +12,14 @@ import msgspec
 from fastapi import APIRouter, HTTPException, Request, Response
 
 from bus.errors import CodecError
-from runtime import checkpoint_folder, tinker_path
+from runtime.checkpoints import folder as checkpoint_folder
+from runtime.checkpoints import paths
+from runtime.checkpoints.paths import CheckpointPath
 from runtime.ingress.answers import answer
 from runtime.ingress.body import convert, read_json, text_field
 from runtime.ingress.deps import Caller, Deps, Injected
 from runtime.ingress.requests import CheckpointTtlRequest, WeightsInfoRequest
 from runtime.ingress.stored import Limit, Offset, checkpoints, described, owned, page, path_of, readable
-from runtime.tinker_path import TinkerPath
 
 router = APIRouter(prefix="/api/v1")
 
@@ -39,7 +40,7 @@ async def weights_info(request: Request, tenant: Caller, deps: Injected) -> Resp
     _, fields = await read_json(request)
     text_field(fields, "tinker_path")
     try:
-        path = tinker_path.parse(convert(fields, WeightsInfoRequest).tinker_path)
+        path = paths.parse(convert(fields, WeightsInfoRequest).tinker_path)
     except ValueError as error:
         raise HTTPException(400, str(error)) from error
     row = await readable(deps, tenant, path)
@@ -113,6 +114,6 @@ def expiry(ttl_seconds: int | None, field: str = "ttl_seconds") -> float | None:
     return time.time() + ttl_seconds
 
 
-async def _set_public(deps: Deps, tenant: str, path: TinkerPath, public: bool) -> None:
+async def _set_public(deps: Deps, tenant: str, path: CheckpointPath, public: bool) -> None:
     await owned(deps, tenant, path)
     await deps.tables.checkpoints.change(path, lambda row: msgspec.structs.replace(row, public=public))

@@ -137,7 +137,7 @@ ENDPOINTS = (
         "load_weights",
         _of(
             requests.LoadWeightsRequest,
-            optimizer_config=f"{SERVED}: adamw; dimuon is {REFUSED}",
+            optimizer_config=f"{SERVED}: adamw, of a new model; dimuon is {REFUSED}",
             weights_access_token=f"{REFUSED}: publish the checkpoint instead",
         ),
     ),

@@ -15,14 +15,15 @@ from fastapi import APIRouter, HTTPException, Request, Response
 from msgspec.structs import replace
 
 from bus.tables import CheckpointRow, ModelRow
-from runtime import checkpoint_folder, tinker_path
+from runtime.checkpoints import folder as checkpoint_folder
+from runtime.checkpoints import paths
+from runtime.checkpoints.paths import CheckpointPath
 from runtime.ingress.answers import answer, later
 from runtime.ingress.body import convert, number_field, read_json, text_field
 from runtime.ingress.checkpoints import expiry
 from runtime.ingress.deps import Caller, Deps, Injected, own_project, owned_session
 from runtime.ingress.requests import CopyWeightsRequest
 from runtime.ingress.stored import readable
-from runtime.tinker_path import TinkerPath
 
 router = APIRouter(prefix="/api/v1")
 
@@ -38,7 +39,7 @@ async def copy_weights(request: Request, tenant: Caller, deps: Injected) -> Resp
         )
     try:
         wanted = convert(fields, CopyWeightsRequest)
-        source = tinker_path.parse(wanted.source_path)
+        source = paths.parse(wanted.source_path)
         expires_at = expiry(wanted.ttl_seconds)
     except ValueError as error:
         raise HTTPException(400, str(error)) from error
@@ -94,7 +95,7 @@ async def _claim(deps: Deps, tenant: str, run_id: str, session_id: str | None, s
             raise HTTPException(400, f"model_id {run_id!r} is taken: choose another model_seq_id")
 
 
-async def _copy(deps: Deps, path: TinkerPath, row: CheckpointRow) -> None:
+async def _copy(deps: Deps, path: CheckpointPath, row: CheckpointRow) -> None:
     """Folder first, then the row: what is listed is whole. Raises OSError."""
     folder = checkpoint_folder.beside(row.url, path, secrets.token_hex(8))
     made = False

@@ -17,12 +17,12 @@ from fastapi import APIRouter, HTTPException, Request, Response
 from fastapi.responses import StreamingResponse
 
 from bus.tables import CheckpointRow
-from runtime import checkpoint_folder
+from runtime.checkpoints import folder as checkpoint_folder
+from runtime.checkpoints.paths import CheckpointPath
 from runtime.ingress import signing
 from runtime.ingress.answers import answer
 from runtime.ingress.deps import Caller, Deps, Injected
 from runtime.ingress.stored import expired, path_of, readable, timestamp
-from runtime.tinker_path import TinkerPath
 
 router = APIRouter(prefix="/api/v1")
 
@@ -86,7 +86,9 @@ async def download(
     return StreamingResponse(_beside(parts), media_type=kind, headers=headers)
 
 
-def _url(request: Request, deps: Deps, path: TinkerPath, row: CheckpointRow, file: str, expires: int) -> str:
+def _url(
+    request: Request, deps: Deps, path: CheckpointPath, row: CheckpointRow, file: str, expires: int
+) -> str:
     """Of this server, as the client called it."""
     place = f"{quote(path.model_id, safe=':')}/{quote(path.checkpoint_id)}"
     signed = signing.signature(deps.keys.secret, row.url, file, expires)

@@ -14,9 +14,9 @@ from typing import Annotated, Any, NamedTuple, TypeVar, cast
 from fastapi import HTTPException, Query
 
 from bus.tables import CheckpointRow
-from runtime import tinker_path
+from runtime.checkpoints import paths
+from runtime.checkpoints.paths import CheckpointPath
 from runtime.ingress.deps import Deps
-from runtime.tinker_path import TinkerPath
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ _TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights
 
 
 class Stored(NamedTuple):
-    path: TinkerPath
+    path: CheckpointPath
     row: CheckpointRow
 
 
@@ -38,7 +38,9 @@ async def checkpoints(deps: Deps, model_id: str | None = None) -> list[Stored]:
     now = time.time()
     rows = await deps.tables.checkpoints.all(None if model_id is None else (model_id,))
     found = [
-        Stored(TinkerPath(*cast(TinkerPath, key)), row) for key, row in rows.items() if not expired(row, now)
+        Stored(CheckpointPath(*cast(CheckpointPath, key)), row)
+        for key, row in rows.items()
+        if not expired(row, now)
     ]
     return sorted(found, key=lambda stored: (-stored.row.created_at, stored.path))
 
@@ -51,7 +53,7 @@ def visible(tenant: str, row: CheckpointRow) -> bool:
     return row.public or row.tenant == tenant
 
 
-async def readable(deps: Deps, tenant: str, path: TinkerPath) -> CheckpointRow:
+async def readable(deps: Deps, tenant: str, path: CheckpointPath) -> CheckpointRow:
     """The tenant's checkpoint, or a public one. 404 where there is none."""
     found = await deps.tables.checkpoints.get(path)
     if found is None or expired(found[0], time.time()) or not visible(tenant, found[0]):
@@ -59,7 +61,7 @@ async def readable(deps: Deps, tenant: str, path: TinkerPath) -> CheckpointRow:
     return found[0]
 
 
-async def owned(deps: Deps, tenant: str, path: TinkerPath) -> CheckpointRow:
+async def owned(deps: Deps, tenant: str, path: CheckpointPath) -> CheckpointRow:
     """The tenant's own. 404 where there is none."""
     row = await readable(deps, tenant, path)
     if row.tenant != tenant:
@@ -67,10 +69,10 @@ async def owned(deps: Deps, tenant: str, path: TinkerPath) -> CheckpointRow:
     return row
 
 
-def path_of(model_id: str, checkpoint_id: str) -> TinkerPath:
+def path_of(model_id: str, checkpoint_id: str) -> CheckpointPath:
     """From a URL. 400 where it names no checkpoint."""
     try:
-        return tinker_path.of_checkpoint(model_id, checkpoint_id)
+        return paths.of_checkpoint(model_id, checkpoint_id)
     except ValueError as error:
         raise HTTPException(400, str(error)) from error
 

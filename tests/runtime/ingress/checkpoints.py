@@ -8,7 +8,7 @@ from typing import Any
 
 from bus.events import LoraConfig
 from bus.tables import CheckpointRow
-from runtime.tinker_path import TinkerPath
+from runtime.checkpoints.paths import CheckpointPath
 from tests.runtime.stand_in import BASE_MODEL, Service
 
 FILES = {"adapter_config.json": b'{"r": 4}', "adapter_model.safetensors": bytes(range(256)) * 5000}
@@ -23,10 +23,10 @@ async def put(
     age_s: float = 0.0,
     files: dict[str, bytes] = FILES,
     **fields: Any,
-) -> TinkerPath:
+) -> CheckpointPath:
     """A whole checkpoint."""
     kind, _, name = checkpoint_id.partition("/")
-    path = TinkerPath(model_id, kind, name)  # type: ignore[arg-type]
+    path = CheckpointPath(model_id, kind, name)  # type: ignore[arg-type]
     folder = folder_of(service, path)
     for file, body in files.items():
         at = folder / file
@@ -45,7 +45,7 @@ async def put(
     return path
 
 
-def folder_of(service: Service, path: TinkerPath) -> Path:
+def folder_of(service: Service, path: CheckpointPath) -> Path:
     return Path(service.settings.data, "checkpoints", *path)
 
 

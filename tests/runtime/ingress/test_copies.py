@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from runtime import checkpoint_folder, tinker_path
+from runtime.checkpoints import folder as checkpoint_folder
+from runtime.checkpoints import paths
 from tests.runtime.ingress.checkpoints import FILES, files_in, folder_of, folders_of, put
 from tests.runtime.ingress.conftest import Wire
 from tests.runtime.stand_in import Service
@@ -24,7 +25,7 @@ async def test_a_copy_outlives_its_source(alice: Wire, service: Service) -> None
     model = await alice.model()
     source = await put(service, model, "weights/a", user_metadata={"a": "b"}, expires_at=4e9)
     answer = await copy(alice, source, destination_project_id="alice")
-    path = tinker_path.parse(answer.json()["tinker_path"])
+    path = paths.parse(answer.json()["tinker_path"])
     assert (path.kind, path.name) == ("weights", "a")
     assert path.model_id != model
     await alice.http.delete(f"/api/v1/training_runs/{model}/checkpoints/weights/a")
@@ -40,11 +41,11 @@ async def test_a_copy_outlives_its_source(alice: Wire, service: Service) -> None
 async def test_the_same_request_again_names_the_same_copy(alice: Wire, service: Service) -> None:
     source = await put(service, await alice.model(), "sampler_weights/a")
     asked = [copy(alice, source, "key-1", destination_project_id="alice") for _ in range(5)]
-    paths = {answer.json()["tinker_path"] for answer in await asyncio.gather(*asked)}
-    assert len(paths) == 1
+    named = {answer.json()["tinker_path"] for answer in await asyncio.gather(*asked)}
+    assert len(named) == 1
     other = await copy(alice, source, "key-2", destination_project_id="alice")
-    assert other.json()["tinker_path"] not in paths
-    run = tinker_path.parse(paths.pop()).model_id
+    assert other.json()["tinker_path"] not in named
+    run = paths.parse(named.pop()).model_id
     assert folders_of(service, run) == 1, "tries that lost leave no folder"
 
 
@@ -75,7 +76,7 @@ async def test_anothers_checkpoint_is_copied_only_while_it_is_public(
     source = await put(service, model, "weights/a")
     assert (await copy(bob, source, destination_project_id="bob")).status_code == 404
     await alice.http.post(f"/api/v1/training_runs/{model}/checkpoints/weights/a/publish")
-    path = tinker_path.parse((await copy(bob, source, destination_project_id="bob")).json()["tinker_path"])
+    path = paths.parse((await copy(bob, source, destination_project_id="bob")).json()["tinker_path"])
     found = await service.tables.checkpoints.get(path)
     assert found is not None
     assert (found[0].tenant, found[0].public) == ("bob", False)
@@ -116,7 +117,7 @@ async def test_a_disk_without_room_asks_for_another_try_and_leaves_nothing(
     assert answer.status_code == 429
     assert "No space left on device" in answer.json()["detail"]
     monkeypatch.undo()
-    path = tinker_path.parse(
+    path = paths.parse(
         (await copy(alice, source, "key", destination_project_id="alice")).json()["tinker_path"]
     )
     assert folders_of(service, path.model_id) == 1

@@ -16,7 +16,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from bus.subjects import escape
-from runtime.tinker_path import TinkerPath
+from runtime.checkpoints.paths import CheckpointPath
 
 CHUNK_BYTES = 1024 * 1024
 COMPLETE = "checkpoint_complete"
@@ -24,7 +24,7 @@ COMPLETE = "checkpoint_complete"
 _BLOCK = tarfile.BLOCKSIZE
 
 
-def beside(url: str, path: TinkerPath, nonce: str) -> str:
+def beside(url: str, path: CheckpointPath, nonce: str) -> str:
     """A folder for another checkpoint, under the root of this one's; another `nonce` is another folder.
 
     Its name is not of the form that saves give theirs: who looks for what saves have left does not take it for that.
