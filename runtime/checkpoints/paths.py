@@ -17,7 +17,7 @@ MAX_NAME_BYTES = 200
 
 
 class CheckpointPath(NamedTuple):
-    """One checkpoint's name, and the key of its row."""
+    """One checkpoint's name."""
 
     model_id: str
     kind: CheckpointKind
@@ -28,35 +28,38 @@ class CheckpointPath(NamedTuple):
 
     @property
     def checkpoint_id(self) -> str:
-        """`weights/a`: what follows `checkpoints/` in a URL."""
+        """What a REST URL has behind `checkpoints/`."""
         return f"{self.kind}/{self.name}"
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """In the table of checkpoints."""
+        return (self.model_id, self.kind, self.name)
 
 
 def parse(path: str) -> CheckpointPath:
     """Raises ValueError with one sentence for anything that `str` of a CheckpointPath cannot give.
 
-    >>> parse("tinker://run:train:0/weights/step-10").checkpoint_id
-    'weights/step-10'
+    >>> parse("tinker://run:train:0/weights/step-10").key
+    ('run:train:0', 'weights', 'step-10')
     """
-    return _checked(path, *_split(path))
-
-
-def of_checkpoint(model_id: str, checkpoint_id: str) -> CheckpointPath:
-    """From a URL's parts. Raises ValueError."""
-    kind, _, name = checkpoint_id.partition("/")
-    return _checked(f"{SCHEME}{model_id}/{checkpoint_id}", model_id, kind, name)
-
-
-def _checked(path: str, model_id: str, kind: str, name: str) -> CheckpointPath:
-    known = next((one for one in KINDS if one == kind), None)
-    if not model_id or known is None:
+    model_id, kind, name = _split(path)
+    if not model_id or kind not in KINDS:
         raise ValueError(
             f"path {path!r} is not a checkpoint's: it has the form {SCHEME}MODEL_ID/KIND/NAME, KIND one of "
             f"{', '.join(KINDS)}"
         )
     if wrong := wrong_name(name):
         raise ValueError(f"path {path!r} is not a checkpoint's: {wrong}")
-    return CheckpointPath(model_id, known, name)
+    return CheckpointPath(model_id, kind, name)
+
+
+def of_checkpoint(model_id: str, checkpoint_id: str) -> CheckpointPath:
+    """From a REST URL's parts. Raises ValueError."""
+    path = parse(f"{SCHEME}{model_id}/{checkpoint_id}")
+    if path.model_id != model_id:
+        raise ValueError(f"checkpoint {checkpoint_id!r} is malformed: it has the form KIND/NAME")
+    return path
 
 
 def _split(path: str) -> tuple[str, str, str]:

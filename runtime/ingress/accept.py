@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 from fastapi import HTTPException, Response
 
@@ -68,12 +68,3 @@ async def accept_json(
     except CodecError as error:
         entry = entries.of_refusal(tenant, model_id, seq_id, str(error), error.field, sent, verb=verb)
     return await accept(deps, row, entry)
-
-
-def refuse(error: str, field: str | None = None) -> Callable[[dict[str, Any]], NoReturn]:
-    """A reader for `accept_json` that honours nothing."""
-
-    def read(_: dict[str, Any]) -> NoReturn:
-        raise CodecError(error, field)
-
-    return read

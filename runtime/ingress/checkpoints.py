@@ -12,7 +12,7 @@ import msgspec
 from fastapi import APIRouter, HTTPException, Request, Response
 
 from bus.errors import CodecError
-from runtime import checkpoint_folder
+from runtime.checkpoints import folder as checkpoint_folder
 from runtime.checkpoints import paths
 from runtime.checkpoints.paths import CheckpointPath
 from runtime.ingress.answers import answer

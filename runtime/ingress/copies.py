@@ -15,7 +15,7 @@ from fastapi import APIRouter, HTTPException, Request, Response
 from msgspec.structs import replace
 
 from bus.tables import CheckpointRow, ModelRow
-from runtime import checkpoint_folder
+from runtime.checkpoints import folder as checkpoint_folder
 from runtime.checkpoints import paths
 from runtime.checkpoints.paths import CheckpointPath
 from runtime.ingress.answers import answer, later

@@ -17,7 +17,7 @@ from fastapi import APIRouter, HTTPException, Request, Response
 from fastapi.responses import StreamingResponse
 
 from bus.tables import CheckpointRow
-from runtime import checkpoint_folder
+from runtime.checkpoints import folder as checkpoint_folder
 from runtime.checkpoints.paths import CheckpointPath
 from runtime.ingress import signing
 from runtime.ingress.answers import answer

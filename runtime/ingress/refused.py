@@ -1,4 +1,4 @@
-"""Endpoints of the SDK that this release does not serve, refused at once with a status that the SDK does not repeat."""
+"""Endpoints of the SDK that this release does not serve: refused at once, by a status that it does not repeat."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from runtime.ingress.deps import Caller
 
 router = APIRouter(prefix="/api/v1")
 
-POSTS = (
-    "auth/token",
-    "create_custom_loss",
-)
+POSTS = ("auth/token", "create_custom_loss")
 READS = ("sessions/{session_id}/trace_export",)
 CHANGES = ("sessions/{session_id}/project",)
 
@@ -20,7 +17,7 @@ def not_served(endpoint: str) -> str:
     return f"{endpoint} is not served by this release of tinkerbus"
 
 
-def _add_unnumbered(endpoint: str, methods: list[str]) -> None:
+def _add(endpoint: str, methods: list[str]) -> None:
     async def respond(_: Caller) -> Response:
         raise HTTPException(400, not_served(endpoint))
 
@@ -28,8 +25,8 @@ def _add_unnumbered(endpoint: str, methods: list[str]) -> None:
 
 
 for _endpoint in POSTS:
-    _add_unnumbered(_endpoint, ["POST"])
+    _add(_endpoint, ["POST"])
 for _endpoint in READS:
-    _add_unnumbered(_endpoint, ["GET"])
+    _add(_endpoint, ["GET"])
 for _endpoint in CHANGES:
-    _add_unnumbered(_endpoint, ["POST", "PUT", "DELETE"])
+    _add(_endpoint, ["POST", "PUT", "DELETE"])

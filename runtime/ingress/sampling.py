@@ -175,8 +175,13 @@ async def cancel_future(request: Request, tenant: Caller, deps: Injected) -> Res
 
 
 async def owned_sampler(deps: Deps, tenant: str, sampler_id: str) -> SamplerRow:
-    """The tenant's sampling session. 404 where there is none of that id."""
+    """The tenant's sampling session. 404 where there is none of that id, 410 where it went with its session."""
     found = await deps.tables.samplers.get(sampler_id) if sampler_id else None
+    if found is None:
+        session_id = sampler_id.rpartition(":sample:")[0]
+        session = await deps.tables.sessions.get(session_id) if session_id else None
+        if session is not None and session[0].tenant == tenant and session[0].status == "finished":
+            raise HTTPException(410, f"session {session_id!r} of this sampler is finished")
     if found is None or found[0].tenant != tenant:
         raise HTTPException(404, f"sampling_session_id {sampler_id!r} is not known")
     return found[0]

@@ -93,6 +93,8 @@ async def test_a_silent_session_ends_and_frees_its_model_and_samplers(
     assert await service.tables.samplers.get(f"{session}:sample:0") is None
     assert service.dispatcher.ran[-1] == (model, None, "unload_model")
     assert (await heartbeat(alice, session)).status_code == 410
+    sampler = await alice.http.get(f"/api/v1/samplers/{session}:sample:0")
+    assert sampler.status_code == 410
     assert (await heartbeat(alice, beating)).status_code == 200
 
 

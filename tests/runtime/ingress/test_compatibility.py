@@ -13,6 +13,7 @@ import tinker.types
 from fastapi.routing import APIRoute
 
 from bus import wire
+from bus.tables import SamplerRow
 from runtime.ingress import compatibility, requests
 from runtime.ingress.app import AREAS
 from runtime.ingress.compatibility import ENDPOINTS, NO_EFFECT, NOT_YET, REFUSED, SERVED, Endpoint
@@ -160,10 +161,23 @@ async def test_a_field_that_is_not_listed_is_refused_by_name(
         "source_path": str(path),
         "destination_project_id": "alice",
         "ttl_seconds": 3600,
+        "sampling_session_seq_id": 0,
+        "sampling_session_id": f"{session}:sample:7",
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1]}]},
+        "sampling_params": {"max_tokens": 1},
+        "target": {"type": "sampling_session", "sampling_session_id": f"{session}:sample:7"},
+        "path": "a",
+        "optimizer": False,
     }
+    row = SamplerRow(tenant="alice", base_model="tiny", created_at=0.0, session_id=session)
+    await service.tables.samplers.put(f"{session}:sample:7", row)
     if endpoint.path == "copy_weights":
         del known["session_id"], known["model_seq_id"]
-    body = {name: value for name, value in known.items() if name in endpoint.fields}
+    body = {
+        name: value
+        for name, value in known.items()
+        if name in endpoint.fields and not endpoint.fields[name].startswith(REFUSED)
+    }
     if "forward_backward_input" in endpoint.fields or "forward_input" in endpoint.fields:
         batch = {"data": [], "loss_fn": "cross_entropy"}
         field = "forward_input" if endpoint.path == "forward" else "forward_backward_input"
@@ -187,6 +201,12 @@ async def test_a_field_that_is_not_listed_is_refused_by_name(
         ),
         ("copy_weights", {"destination_project_id": "p"}, "destination_project_id 'p'"),
         ("copy_weights", {"weights_access_token": "t"}, "weights_access_token"),
+        ("load_weights", {"weights_access_token": "t"}, "weights_access_token"),
+        ("load_weights", {"optimizer_config": {"type": "dimuon", "version": 1}}, "optimizer_config"),
+        ("save_weights_external", {"age_encryption_recipients": ["a"]}, "age_encryption_recipients"),
+        ("asample", {"record_stability_info": True}, "record_stability_info"),
+        ("asample", {"base_model": "tiny"}, "base_model"),
+        ("asample", {"prompt": {"chunks": [{"type": "image", "data": "", "format": "png"}]}}, "'image'"),
     ],
 )
 async def test_a_value_that_is_listed_as_refused_is_refused_by_name(
@@ -206,7 +226,17 @@ async def test_a_value_that_is_listed_as_refused_is_refused_by_name(
         },
         "optim_step": {"model_id": model, "seq_id": 1},
         "copy_weights": {"source_path": str(path)},
+        "load_weights": {"model_id": model, "seq_id": 1, "path": str(path), "optimizer": False},
+        "save_weights_external": {"model_id": model, "seq_id": 1, "path": "a"},
+        "asample": {
+            "sampling_session_id": f"{session}:sample:7",
+            "seq_id": 1,
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1]}]},
+            "sampling_params": {"max_tokens": 1},
+        },
     }
+    row = SamplerRow(tenant="alice", base_model="tiny", created_at=0.0, session_id=session)
+    await service.tables.samplers.put(f"{session}:sample:7", row)
     answer = await alice.post(verb, {**known[verb], **fields})
     said = await alice.error(answer) if answer.status_code == 200 else answer.text
     assert says in said

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from runtime import checkpoint_folder
+from runtime.checkpoints import folder as checkpoint_folder
 from runtime.checkpoints import paths
 from tests.runtime.ingress.checkpoints import FILES, files_in, folder_of, folders_of, put
 from tests.runtime.ingress.conftest import Wire
@@ -41,11 +41,11 @@ async def test_a_copy_outlives_its_source(alice: Wire, service: Service) -> None
 async def test_the_same_request_again_names_the_same_copy(alice: Wire, service: Service) -> None:
     source = await put(service, await alice.model(), "sampler_weights/a")
     asked = [copy(alice, source, "key-1", destination_project_id="alice") for _ in range(5)]
-    copies = {answer.json()["tinker_path"] for answer in await asyncio.gather(*asked)}
-    assert len(copies) == 1
+    named = {answer.json()["tinker_path"] for answer in await asyncio.gather(*asked)}
+    assert len(named) == 1
     other = await copy(alice, source, "key-2", destination_project_id="alice")
-    assert other.json()["tinker_path"] not in copies
-    run = paths.parse(copies.pop()).model_id
+    assert other.json()["tinker_path"] not in named
+    run = paths.parse(named.pop()).model_id
     assert folders_of(service, run) == 1, "tries that lost leave no folder"
 
 

@@ -53,9 +53,7 @@ async def test_a_model_that_cannot_be_made_fails_through_its_future(
     assert says in await alice.error(await alice.create_model(await alice.session(), **change))
 
 
-@pytest.mark.parametrize(
-    "endpoint", ["asample", "create_sampling_session", "join_sampling_session", "retrieve_futures"]
-)
+@pytest.mark.parametrize("endpoint", ["auth/token", "create_custom_loss"])
 async def test_an_endpoint_of_later_without_a_number_is_refused_at_once(alice: Wire, endpoint: str) -> None:
     answer = await alice.post(endpoint, {})
     assert answer.status_code == 400
