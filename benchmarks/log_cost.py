@@ -335,7 +335,7 @@ def start(scratch: Path, scale: float) -> Rows:
 
 
 async def write_trimmed(data: Path, count: int, models: int) -> None:
-    """What models that have ended leave: rows of the ledger and of the models, and a log that begins late."""
+    """What models that have ended leave: rows of the ledger and of the models, and a log of its last event alone."""
     with EmbeddedBroker(data / BROKER_FOLDER, sync_interval="2m") as broker:
         async with await connect(broker.url, broker.credentials, name="benchmark") as bus:
             await ensure_streams(bus, **stream_limits(Settings()))
@@ -363,7 +363,7 @@ async def write_trimmed(data: Path, count: int, models: int) -> None:
                     trimmed_below=each,
                 )
                 await tables.models.put(name, row)
-                await log.trim(name, last + 1, each)
+                await log.trim(name, last, each)
 
 
 PARTS: dict[str, Callable[[Path, float], Rows]] = {
