@@ -115,6 +115,8 @@ class OpsLog:
         """Whoever appends to a log that is trimmed needs its `ledger`."""
         self._bus = bus
         self._ledger = ledger
+        self.read_to = 0
+        """Position of the newest message that `read` is done with."""
         self.group = group
         self._prefix = f"{subjects.PREFIX}.ops.{subjects.escape(group)}"
         self._filter = f"{self._prefix}.*.*"
@@ -255,16 +257,22 @@ class OpsLog:
         Outlives broker restarts and lost wake-ups. Messages without our headers are skipped and counted. Raises
         NewerFormat for an entry that this version cannot read.
         """
+        self.read_to = from_position - 1
         messages = tail(self._bus, subjects.OPS_STREAM, self._filter_of(model_id), from_position)
         async with contextlib.aclosing(messages):
             async for message in messages:
                 entry = _entry(message)
                 if entry is None:
                     self.skipped += 1
-                    continue
-                if entry.format > FORMAT:
+                elif entry.format > FORMAT:
                     raise newer_format(entry.format, FORMAT)
-                yield entry
+                else:
+                    yield entry
+                self.read_to = message.position
+
+    async def has_more(self) -> bool:
+        """Whether anything stands on the log behind `read_to`. Raises BrokerUnreachable."""
+        return bool(await scan.batch(self._bus, subjects.OPS_STREAM, self._filter, self.read_to + 1))
 
     async def so_far(self, *, model_id: str | None = None) -> AsyncGenerator[LogEntry, None]:
         """Every entry that is on the log now, or those of one model, of any format. Raises BrokerUnreachable."""

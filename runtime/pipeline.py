@@ -374,9 +374,19 @@ class Pipeline:
             await asyncio.sleep(min(DROP_EVERY_S, self._s.settings.results.ttl_s))
 
     async def _watch_end(self) -> None:
+        read_to = -1
         while True:
             self.end_of_log = await patiently(self._s.log.last_position)
+            if read_to == self._s.log.read_to and not self._has_read_all():
+                # What stood there last may be gone: trimmed, with all that came before it.
+                await self._look_for_more()
+            read_to = self._s.log.read_to
             await asyncio.sleep(1)
+
+    async def _look_for_more(self) -> None:
+        if not await patiently(self._s.log.has_more):
+            self._replay_to = self.position
+            self._wake.set()
 
     async def _report_replay(self) -> None:
         """One line every few seconds while old operations run again."""

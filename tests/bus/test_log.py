@@ -123,6 +123,27 @@ async def test_an_append_without_any_answer_says_so_in_time(frail_bus: Bus, prox
         await OpsLog(frail_bus, "default").append(step(1), timeout_s=0.3)
 
 
+async def test_a_reader_knows_that_nothing_stands_behind_it_though_the_last_entries_are_gone(
+    bus: Bus, ops: OpsLog
+) -> None:
+    for seq_id in (1, 2, 3):
+        await ops.append(step(seq_id))
+    assert await ops.has_more()
+    await ops.forget(step(1).model_id)
+    assert await ops.last_position() == 3
+    assert not await ops.has_more()
+    await ops.append(step(4))
+    await bus.js.publish(f"tinker.v1.ops.{ops.group}.x.9", b"none of ours")
+    reading = ops.read()
+    assert (await anext(reading)).seq_id == 4
+    assert ops.read_to == 0  # whoever asked for it may still be at it
+    waiting = asyncio.ensure_future(anext(reading))
+    while await ops.has_more():
+        await asyncio.sleep(0.01)
+    assert (ops.read_to, ops.skipped) == (5, 1)
+    waiting.cancel()
+
+
 async def test_a_full_log_refuses_and_keeps_what_it_has(bus: Bus, ops: OpsLog) -> None:
     await ensure_streams(bus, ops_max_bytes=4096)
     with pytest.raises(LogFull, match="maximum bytes exceeded"):
