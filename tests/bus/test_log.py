@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from functools import partial
 
 import pytest
 
@@ -123,13 +124,17 @@ async def test_an_append_without_any_answer_says_so_in_time(frail_bus: Bus, prox
         await OpsLog(frail_bus, "default").append(step(1), timeout_s=0.3)
 
 
+async def _is_read(ops: OpsLog) -> bool:
+    return not await ops.has_more()
+
+
 async def test_a_reader_knows_that_nothing_stands_behind_it_though_the_last_entries_are_gone(
     bus: Bus, ops: OpsLog
 ) -> None:
     for seq_id in (1, 2, 3):
         await ops.append(step(seq_id))
     assert await ops.has_more()
-    await ops.forget(step(1).model_id)
+    await ops.drop(step(1).model_id)
     assert await ops.last_position() == 3
     assert not await ops.has_more()
     await ops.append(step(4))
@@ -138,8 +143,7 @@ async def test_a_reader_knows_that_nothing_stands_behind_it_though_the_last_entr
     assert (await anext(reading)).seq_id == 4
     assert ops.read_to == 0  # whoever asked for it may still be at it
     waiting = asyncio.ensure_future(anext(reading))
-    while await ops.has_more():
-        await asyncio.sleep(0.01)
+    await until(partial(_is_read, ops))
     assert (ops.read_to, ops.skipped) == (5, 1)
     waiting.cancel()
 
