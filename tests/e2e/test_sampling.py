@@ -151,7 +151,7 @@ def test_a_cancelled_sample_leaves_the_sampler(one_rank: Served, base) -> None:
 
 def test_unknown_weights_are_an_error_and_never_the_base_model(service) -> None:
     with pytest.raises(tinker.NotFoundError, match="sampler_weights/nowhere' is not known"):
-        service.create_sampling_client(model_path="tinker://run:train:0/sampler_weights/nowhere")
+        service.create_sampling_client(model_path="tinker://run:train:0/sampler_weights/nowhere").result()
 
 
 def test_a_stranger_sees_no_sampler(one_rank: Served) -> None:
