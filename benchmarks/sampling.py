@@ -1,5 +1,5 @@
-"""How long 16 sampled tokens take: on an idle service, and while a training queue is pending. The ratio is what training
-costs sampling.
+"""How long 16 sampled tokens take: on an idle service, and while a training queue is pending. The ratio is what
+training costs sampling.
 
     python -m benchmarks.sampling [--calls 40] [--samples 20]
 
