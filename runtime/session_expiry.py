@@ -102,13 +102,22 @@ class SessionExpiry:
                 await self._end(session_id)
 
     async def _end(self, session_id: str) -> None:
-        for key, row in (await self._tables.models.all()).items():
-            if row.session_id == session_id and await self._admission.waiting(str(key)):
-                self._silence.heard(session_id)
-                return
+        if await self._works(session_id):
+            self._silence.heard(session_id)
+            return
         log.info("session %s has had no heartbeats for %g s and ends", session_id, self._silence.after_s)
         await session_end.end(self._tables, session_id, self._unload, reason="expired")
         self._silence.ended(session_id)
+
+    async def _works(self, session_id: str) -> bool:
+        """Whether an operation of its models, or a request to its samplers, is without a result."""
+        for key, row in (await self._tables.models.all()).items():
+            if row.session_id == session_id and await self._admission.waiting(str(key)):
+                return True
+        for key, sampler in (await self._tables.samplers.all()).items():
+            if sampler.session_id == session_id and await self._tables.samples.keys((str(key),)):
+                return True
+        return False
 
     async def _unload_what_is_left(self, finished: set[str]) -> None:
         """Models whose session ended while they were being made, or whose end we did not live to see."""

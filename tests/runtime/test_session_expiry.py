@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from bus.connection import BrokerUnreachable
-from bus.tables import SamplerRow
+from bus.tables import SampleRow, SamplerRow
 from runtime.config import Sessions
 from runtime.session_expiry import SessionExpiry, Silence
 from tests.bus.waiting import until
@@ -110,6 +110,22 @@ async def test_a_session_with_work_in_flight_lives_until_it_is_done(
         assert (await status(service, session))[0] == "live"
         service.dispatcher.go.set()
         assert (await alice.result(step)).status_code == 200
+        await until(lambda: _ended(service, session))
+
+
+async def test_a_session_that_samples_lives_until_it_is_done(
+    alice: Wire, ingress: Replica, service: Service
+) -> None:
+    session = await alice.session()
+    sampler = f"{session}:sample:0"
+    await service.tables.samplers.put(
+        sampler, SamplerRow(tenant="alice", base_model="tiny", created_at=time.time(), session_id=session)
+    )
+    await service.tables.samples.put((sampler, "1"), SampleRow(tenant="alice", process="p"))
+    async with running(expiry(service, ingress, 0.4).run()):
+        await asyncio.sleep(1.2)
+        assert (await status(service, session))[0] == "live"
+        await service.tables.samples.forget((sampler, "1"))
         await until(lambda: _ended(service, session))
 
 

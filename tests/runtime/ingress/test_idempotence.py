@@ -58,7 +58,7 @@ async def test_create_model_again_is_the_same_model(alice: Wire, service: Servic
     assert first.json() == again.json()
     assert first.json()["model_id"] == f"{session}:train:0"
     assert (await alice.create_model(session, lora_config={"rank": 8})).status_code == 400
-    assert (await alice.result(first)).json() == {"model_id": f"{session}:train:0", "type": "create_model"}
+    assert (await alice.result(first)).json() == {"model_id": f"{session}:train:0"}
     assert (await alice.create_model(session, 1)).json()["model_id"] == f"{session}:train:1"
 
 
