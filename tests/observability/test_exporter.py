@@ -12,7 +12,7 @@ from bus import subjects
 from bus.connection import connect
 from bus.embedded import EmbeddedBroker
 from observability import METRICS, Exporter, MetricsPublisher, Recorder
-from tests.observability.scraping import eventually, serve_requests, train, value
+from tests.observability.scraping import eventually, sample, serve_requests, train, value
 
 M = {"group": "tiny", "model": "m"}
 
@@ -142,6 +142,7 @@ async def test_promtool_has_no_complaint_about_any_metric(bus) -> None:
     recorder, ingress = dispatcher(), Recorder("ingress")
     async with Exporter(bus) as exporter:
         train(recorder, "m")
+        sample(recorder)
         serve_requests(ingress)
         await MetricsPublisher(bus, recorder).publish()
         await MetricsPublisher(bus, ingress).publish()

@@ -61,9 +61,7 @@ async def test_an_endpoint_of_later_uses_up_its_number_and_says_so(alice: Wire) 
     assert "metrics" in (await alice.result(after)).json()
 
 
-@pytest.mark.parametrize(
-    "endpoint", ["asample", "create_sampling_session", "weights_info", "retrieve_futures"]
-)
+@pytest.mark.parametrize("endpoint", ["create_custom_loss", "copy_weights", "weights_info"])
 async def test_an_endpoint_of_later_without_a_number_is_refused_at_once(alice: Wire, endpoint: str) -> None:
     answer = await alice.post(endpoint, {})
     assert answer.status_code == 400

@@ -175,12 +175,6 @@ async def test_a_client_out_of_a_checkpoint_is_one_load_under_the_id_that_it_wor
     assert op.start == Checkpoint(path=path, optimizer=False)
 
 
-async def test_sampling_is_refused_by_name(ingress: Replica, connect: Connect) -> None:
-    client = connect(ingress)
-    with pytest.raises(tinker.BadRequestError, match="create_sampling_session is not served by this release"):
-        await result(await blocking(client.create_sampling_client, base_model="tiny"))
-
-
 async def test_another_base_model_fails_at_creation(ingress: Replica, connect: Connect) -> None:
     client = connect(ingress)
     with pytest.raises(tinker.RequestFailedError, match="base_model 'gpt-5' is not served"):

@@ -96,7 +96,7 @@ async def test_capabilities_name_the_base_model(alice: Wire) -> None:
     answer = await alice.http.get("/api/v1/get_server_capabilities")
     assert answer.json() == {
         "supported_models": [
-            {"model_name": "tiny", "max_context_length": CONTEXT, "trainable": True, "sampleable": False}
+            {"model_name": "tiny", "max_context_length": CONTEXT, "trainable": True, "sampleable": True}
         ]
     }
 
