@@ -32,7 +32,7 @@ def adapter_folder(
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, save_embedding_layers=False)
     return folder
 
 
