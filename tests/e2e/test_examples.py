@@ -69,7 +69,15 @@ def test_nats_py_and_json_alone_take_a_step(service: Service) -> None:
     assert after < before
 
 
-@pytest.mark.parametrize("name", ["sdk_example.py", "nats_example.py"])
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_a_sampler_of_saved_weights_answers_and_a_saved_state_goes_on(service: Service) -> None:
+    first, second, goes_on = run(service, "sampling_example.py")
+    assert first != second
+    assert re.fullmatch(r"tinker://(.+)/weights/before goes on as .+:train:1", goes_on)
+
+
+@pytest.mark.parametrize("name", ["sdk_example.py", "nats_example.py", "sampling_example.py"])
 def test_the_readme_shows_the_example_verbatim(name: str) -> None:
     code = (EXAMPLES / name).read_text()
     assert f"```python\n{code}```" in (ROOT / "README.md").read_text()
