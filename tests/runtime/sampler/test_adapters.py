@@ -18,7 +18,8 @@ from tests.runtime.sampler.conftest import PROMPT, finish, numbers, plain_sample
 from tests.support.folders import random_folder
 
 LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
-NEAR = {"atol": 1e-5, "rtol": 0}
+NEAR = {"atol": 1e-5, "rtol": 1e-5}
+"""Drawn tokens may be unlikely ones, whose logprobs have fewer digits behind the point."""
 
 
 def adapter_folder(

@@ -18,7 +18,8 @@ from tests.runtime.sampler.conftest import (
 )
 
 OTHERS = (tuple(b"a"), tuple(b"the quick brown fox jumps over the lazy dog"), tuple(b"1 2 3"))
-NEAR = {"atol": 1e-5, "rtol": 0}
+NEAR = {"atol": 1e-5, "rtol": 1e-5}
+"""Drawn tokens may be unlikely ones, whose logprobs have fewer digits behind the point."""
 
 
 def test_temperature_0_is_what_transformers_generates_greedily(engine, model) -> None:

@@ -12,7 +12,8 @@ from runtime.sampler.contract import EMPTY_LOGPROB, Targets
 from tests.runtime.sampler.conftest import PROMPT, finish, numbers, plain_logprobs, request
 
 N = len(PROMPT)
-NEAR = {"atol": 1e-5, "rtol": 0}
+NEAR = {"atol": 1e-5, "rtol": 1e-5}
+"""Drawn tokens may be unlikely ones, whose logprobs have fewer digits behind the point."""
 
 
 @pytest.fixture(params=[1, 2**24], ids=["one position at a time", "all positions at once"], autouse=True)
