@@ -9,6 +9,6 @@ prompt = types.ModelInput.from_ints(list(b"to be, or not"))
 wanted = types.SamplingParams(max_tokens=8, temperature=0.7, seed=1)
 answer = sampler.sample(prompt, num_samples=2, sampling_params=wanted).result()
 for sequence in answer.sequences:
-    print(bytes(sequence.tokens), [round(logprob, 2) for logprob in sequence.logprobs])
+    print(sequence.tokens, [round(logprob, 2) for logprob in sequence.logprobs])
 again = service.create_training_client_from_state_with_optimizer(saved.path).result()
 print(f"{saved.path} goes on as {again.model_id}")
